@@ -4,8 +4,9 @@
     activation, device, memory, schedule       parts of kernels for any architecture
     decoding, epilogue, launches               further parts of GEMMs
     quantize, layer, ranks, mhc                kernels for any architecture
-    sm90, sm100, portable                      GEMMs of Hopper, of Blackwell, of all other GPUs; `configs`: what ships
+    sm90, sm100, portable                      GEMMs of Hopper, of Blackwell, of all other GPUs
 
-Only this package imports `cutlass`. Plain data does not, nor do `configs`, `sm90.budget`, `epilogue.sizes` and
-`mhc.shapes`, so naming and choosing kernels needs no compiler.
+The module `configs` of each of the last three folders lists the kernels that ship. Only this package imports `cutlass`.
+Its modules of plain data do not, nor do `configs`, `sm90.budget`, `epilogue.sizes` and `mhc.shapes`, so naming and
+choosing kernels needs no compiler.
 """

@@ -1,4 +1,4 @@
-"""The order in which a GEMM adds its products. Plain Python, since the host compares kernels by it."""
+"""The order in which a GEMM adds its products. Plain Python, since host code compares kernels by this order."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ TANH = (-0.33332946598706675, 0.1332072434610987, -0.05267177420885967, 0.016437
 
 
 class ActivationParams(NamedTuple):
-    """An activation, chosen at run time, with its numbers.
+    """An activation, chosen at run time, with its constants (such as the limit of clamped_swiglu).
 
     Attributes:
         kind: the activation's number in specs.KINDS.
-        numbers: MOST_NUMBERS values; the activation reads its own (`Formula.numbers`) from the front and ignores the
-            rest.
+        numbers: MOST_NUMBERS values, of which the first len(Formula.numbers) are the activation's constants; the
+            activation ignores the rest.
     """
 
     kind: Int32
@@ -103,7 +103,7 @@ DEVICE = SimpleNamespace(
     number=Float32, sigmoid=_sigmoid, tanh=_tanh, relu=_relu, reciprocal=cute.arch.rcp_approx, at_most=_at_most,
     select=select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
-"""The functions with which formulas compute in kernels: their argument `m`."""
+"""The functions (sigmoid, tanh, select, ...) that kernels pass to formulas as their argument `m`."""
 
 
 def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
@@ -112,7 +112,7 @@ def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor
     Args:
         served: a key of specs.ACTIVATION_FORMS; if its entry has several activations, `params` chooses one at run time.
         parts: the tensors (a, u), or (a,) if the activation has no gate; all of one size, in registers.
-        params: the activation's number and its own numbers.
+        params: the activation's number in specs.KINDS, and its constants.
 
     Returns:
         A float32 register tensor with one value for each element of a.
@@ -149,6 +149,7 @@ def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParam
 
 
 def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
-    """Return the activation `name` of `parts`, which is [a, u] or [a], then its derivatives by a and by u."""
+    """Return a tuple: the value of the activation `name` at `parts`, which is [a, u] or [a], then its derivatives by a
+    and by u."""
     formula = FORMULAS[name]
     return formula.with_slopes(DEVICE, *parts, *params.numbers[: len(formula.numbers)])

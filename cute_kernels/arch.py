@@ -41,7 +41,7 @@ class Gemm:
 
     @property
     def average(self) -> float:
-        """Average number of rows of an expert; if there are no rows, the average of a single row."""
+        """Average number of rows of x an expert; if x has no rows, computed as if it had one."""
         return max(self.rows, 1) / self.experts
 
 
@@ -88,8 +88,12 @@ def rows_in_words(problem: PolicyProblem) -> str:
 
 
 class Reasons(NamedTuple):
-    """Reasons of a rule, as text for `glulam.explain`: why it chooses a tile, and one sentence for each tile
-    that it does not choose."""
+    """Reasons for a rule's choice of a tile, as text for `glulam.explain`.
+
+    Attributes:
+        why: why the rule chose this tile.
+        why_not: one sentence for each tile that it did not choose.
+    """
 
     why: str
     why_not: tuple[str, ...]
@@ -135,12 +139,13 @@ class ArchPolicy(Protocol):
         gemm_policy: returns a GEMM's order of tiles, skipped work and cache policy (`gemms.GemmPolicy`).
         accumulation: returns the order in which a GEMM adds its products.
         MEASURED: a JSON file with times of the shipped tiles (`python -m perf table`); it need not exist.
-        tiles: returns the tiles of the kernels that ship for a problem.
-        rows_decide: returns True if the choice among these tiles depends on the problem's number of rows.
+        tiles: returns the tiles of the kernels that ship for a call (`PolicyProblem`).
+        rows_decide: returns True if the choice among these tiles depends on the number of rows of x.
         fixed_tile: returns the tile that a fixed rule chooses; None if the tiles' times are compared instead.
         reasons: returns the reasons for a tile that a rule chose.
         suggestions: returns sentences about other calls that would be faster than this one with any tile.
-        second_tile: returns FC2's tile for FC1's, or in a backward the data gradient's tile for grouped_dglu's.
+        second_tile: takes FC1's tile and returns FC2's; in a backward, takes grouped_dglu's tile and returns the data
+            gradient's.
         glu_form: returns the form (activations, gate layouts; keys of ACTIVATION_FORMS and LAYOUT_FORMS) of the kernel
             that serves an activation and a gate layout in an FC1.
         time_us: returns the modelled microseconds of a GEMM, the mean over even and skewed routing.

@@ -46,8 +46,8 @@ CONSTRUCTS = {
 name."""
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
-"""Replacements of recipes where tensor cores apply block scales themselves: weights then need no folding (one scale a
-row) to be exact."""
+"""Recipes, each with its replacement on architectures whose tensor cores apply block scales themselves. There weights
+with block scales are exact without being folded (to one scale a row)."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single", "swapped_whole"
 _B200 = Architecture(

@@ -1,4 +1,5 @@
-"""Data types for the arguments and signatures of exported functions, and of kernels without tensor arguments."""
+"""Types that describe the arguments and signatures of exported functions, and a maker (`numbers`) of the signatures of
+kernels that take no tensors, only addresses and numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
 _Value = TypeVar("_Value")
 
 DIVISOR = 8
-"""Sizes in elements are multiples of this unless a signature says otherwise: TMA needs rows of whole 16 bytes."""
+"""The size of a tensor's dimension, in elements, is a multiple of this unless `Signature.divisors` says otherwise (T, R
+and E may have any size): TMA needs rows of whole 16 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +26,9 @@ class Argument:
         kind: one of KINDS. "address" is an int64 device address, "stream" a CUDA stream.
         optional: a call may leave the argument out; 0 is then passed, which means no tensor or a number's usual value.
         dtype, shape: dtype and shape of a tensor. `shape` names each dimension; dimensions of the same name must have
-            the same size, which every call checks. T is the number of rows, R the number of rows of an operand whose
-            rows may come by index. Tensors of three dimensions are experts' weights, [E or 1, rows, columns], with
-            unpadded rows.
+            the same size, which every call checks. T is the number of rows that the GEMM multiplies, R the number of
+            rows of an operand from which indices may select these T. Tensors of three dimensions are experts' weights,
+            [E or 1, rows, columns], with unpadded rows.
         packed: a matrix's rows must follow each other without padding; if False, their stride is any multiple of 16
             bytes.
     """
@@ -68,10 +70,10 @@ class Signature:
         return self.arguments[self.names.index(name)]
 
     def ordered(self, values: Mapping[str, _Value], absent: Callable[[int | float], _Value]) -> tuple[_Value, ...]:
-        """Return values, which are given by name, in the order of the arguments; `absent(0)` for optional arguments
-        that are not given.
+        """Return `values`, a mapping by argument name, as a tuple in the order of the arguments. An optional argument
+        that is not given gets `absent(0)` (`absent(0.0)` for a float).
 
-        Raises TypeError, which names the argument, if a name is missing or unknown.
+        Raises TypeError, which names the argument, if a required name is missing or a name is unknown.
         """
         if unknown := values.keys() - set(self.names):
             raise TypeError(f"no argument {min(unknown)!r}; there are: {', '.join(self.names)}")
@@ -80,7 +82,8 @@ class Signature:
         return tuple(values[a.name] if a.name in values else absent(a.absent) for a in self.arguments)
 
     def pack(self, **values: Any) -> tuple[Any, ...]:
-        """Return the positional arguments of a call. Raises TypeError as `ordered` does."""
+        """Return `values`, which are given by name, as the positional arguments of a call; 0 for optional ones that
+        are not given. Raises TypeError if a required name is missing or a name is unknown."""
         return self.ordered(values, lambda zero: zero)
 
 
@@ -101,7 +104,7 @@ def numbers(addresses: str, integers: str, floats: str = "", optional: bool = Fa
 
 
 NAMES_OF_PARAMS = "limit alpha offset"
-"""Names of the arguments that pass an activation's numbers, in their order; an activation with fewer numbers ignores
-the rest. All activations use these names, which are clamped_swiglu's, because argument names are part of a compiled
-object.
+"""Names of the arguments that pass an activation's constants, in their order; an activation with fewer constants
+ignores the rest. All activations use these names, which are clamped_swiglu's, because argument names are part of a
+compiled object.
 """

@@ -49,7 +49,8 @@ class Of:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The number of kernels that the same call launches before this one, not counting steps that are left out."""
+    """Source of a stage's argument: the number of kernels that the same call launches before this stage, not counting
+    steps that are left out."""
 
 
 Source = str | int | Of | Position
@@ -105,7 +106,7 @@ def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
     Args:
         stage: the stage's spec.
         same: stage arguments whose source is the chain's argument of the same name, separated by spaces.
-        when: see `Step`.
+        when: the name of an address; the step is left out of calls in which it is 0. Empty: the step always runs.
         sources: the sources of further stage arguments, by name. `position` is added if the stage takes it.
     """
     signature = stage_signature(stage)
@@ -157,7 +158,7 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
     rows.
 
     Args:
-        rows, out: the chain's names of the rows and of the sums.
+        rows, out: the chain's names of the matrix of rows and of the matrix of the tokens' sums.
         residual: the name of an address; 0: nothing is added.
     """
     return _step(
@@ -282,8 +283,8 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
     """Return the steps of a hyper-connection's forward before the sublayer: h_pre, h_post, logits = project(x);
     h_res = sinkhorn(logits); out = aggregate(x, h_pre).
 
-    The streams are read twice: all columns of a token are needed before its first column is weighted, and the tokens in
-    flight do not fit into L2. Tensors between the steps are float32, form 0 (`dtypes.PARAM_FORMS`).
+    The residual streams are read twice: all columns of a token are needed before its first column is weighted, and the
+    tokens in flight do not fit into L2. Tensors between the steps are float32, form 0 (`dtypes.PARAM_FORMS`).
     """
     stages = {
         kernel: MhcSpec(kernel, "float32" if kernel == "sinkhorn" else spec.dtype, spec.n, spec.arch)

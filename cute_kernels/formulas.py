@@ -8,7 +8,8 @@ A formula's first argument `m` has the functions to compute with: `activation.DE
     normal(x): the normal distribution's cdf, and sqrt(2 pi) times its density.
 
 `a` is the activated half (the gate), or the only argument of an activation without a gate; `u` is the linear half. A
-formula's own numbers follow. Plain Python, since the names are also needed where there is no compiler.
+formula's own constants (`Formula.numbers`) follow. Plain Python, since the names are also needed where there is no
+compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ INV_SQRT_2_PI = 0.3989422804014327
 
 
 class Number(NamedTuple):
-    """A number of a formula. Operators and modules take it by its name, at run time.
+    """A constant of a formula, such as the limit of clamped_swiglu. Operators and modules take it by its name, at run
+    time.
 
     Attributes:
         default: the value if none is given.
@@ -43,7 +45,7 @@ class Formula(NamedTuple):
         is_gated: the activation takes two halves, a and u.
         value: a function of (m, a, u, *numbers), without u if not gated, that returns the activation.
         with_slopes: a function of the same arguments that returns the activation and its derivatives by a and u.
-        numbers: the activation's own numbers by keyword, in the order in which `value` takes them; at most
+        numbers: the activation's own constants by keyword, in the order in which `value` takes them; at most
             MOST_NUMBERS.
         is_merged: kernels that choose among activations at run time include this one; if False, it has its own kernels.
     """
@@ -77,7 +79,7 @@ def _clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any)
 
 
 def _d_clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any) -> tuple[Any, Any, Any]:
-    """Return the value and its slopes by a and u; the slope by a clamped argument is 0."""
+    """Return clamped_swiglu and its derivatives by a and u; the derivative by a clamped argument is 0."""
     zero = m.number(0.0)
     gate = m.at_most(a, limit)
     linear = -m.at_most(-m.at_most(u, limit), limit)
@@ -94,7 +96,7 @@ def _d_geglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
 
 
 def _d_reglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
-    """Return the value and its slopes; the slope by a is 0 at a = 0."""
+    """Return reglu and its derivatives by a and u; the derivative by a is 0 at a = 0."""
     relu = m.relu(a)
     return relu * u, m.select(a > m.number(0.0), u, m.number(0.0)), relu
 
@@ -166,6 +168,6 @@ FORMULAS: dict[str, Formula] = {
 }
 """Formulas by name. Append new ones: compiled kernels that choose at run time know formulas by their position here."""
 NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}
-"""The numbers of all formulas, by keyword."""
+"""The constants of all formulas, by the keyword by which operators take them."""
 MOST_NUMBERS = 3
-"""How many activation numbers every exported function with an activation takes."""
+"""How many constants every exported function with an activation takes; no formula may have more."""

@@ -1,4 +1,4 @@
-"""A GEMM's compile-time choices: order of tiles, skipped work, cache policy. Plain Python, since the host reads them,
+"""A GEMM's compile-time choices: order of tiles, skipped work, cache policy. Plain Python, since host code reads them,
 too."""
 
 from __future__ import annotations

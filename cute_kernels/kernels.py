@@ -1,4 +1,4 @@
-"""The type of the rows of the tables in `layer/kernels.py` and `mhc/kernels.py`, which list kernels that take only
+"""`Kernel`: an entry of the tables in `layer/kernels.py` and `mhc/kernels.py`, which list kernels that take only
 addresses and numbers.
 
 The tables determine these kernels' names, signatures and modules, and which of them bundles ship.
@@ -21,10 +21,11 @@ class Kernel(NamedTuple):
     Attributes:
         arguments: the function's arguments; None for a chain, whose arguments follow from its steps.
         module: the module of this package that makes the kernel; empty for a chain.
-        dtypes: dtypes of tokens, rows or streams that the kernel can be compiled for; ANY: its name has no dtype.
+        dtypes: dtypes of tokens, rows or residual streams that the kernel can be compiled for; ANY: its name has no
+            dtype.
         ships: the dtypes for which bundles (compiled libraries) export it; empty: it is only a step of chains.
-        is_sized: the kernel is compiled for a maximal number of experts.
-        counts: numbers of streams that it is compiled for; empty: all of `mhc.kernels.COUNTS`.
+        is_sized: the kernel is compiled for a maximal number of experts, each of `layer.kernels.CAPACITIES`.
+        counts: numbers of residual streams that it is compiled for; empty: all of `mhc.kernels.COUNTS`.
     """
 
     arguments: Signature | None = None

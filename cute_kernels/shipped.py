@@ -39,7 +39,7 @@ PROFILES = ("demo", "bf16", "full")
 
 
 def ships_adapted(dtype: str, arch: str) -> bool:
-    """Return True if GEMMs of a dtype also ship with a fused LoRA adapter; if not, adapters take GEMMs of their own.
+    """Return True if GEMMs of a dtype also ship with a fused LoRA adapter; if not, adapters take separate GEMMs.
 
     Portable GEMMs have no adapters: a second mainloop after the first spilled up to 440 bytes on sm_100 and sm_120.
     """
@@ -77,7 +77,7 @@ def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, s
 
 
 def adapted(spec: GroupedMmSpec | GroupedGluSpec | GroupedDgluSpec) -> list[Spec]:
-    """Return a list with the adapted version of a GEMM's spec; empty if that does not ship."""
+    """Return a list with the spec of the same GEMM with a fused LoRA adapter; an empty list if that does not ship."""
     return [replace(spec, adapted=True)] if ships_adapted(spec.dtype, spec.arch) else []
 
 
@@ -122,7 +122,8 @@ def fp8_specs(
     arch: str, operands: str, tiles: Sequence[TileConfig], second_tile: Callable[[TileConfig], TileConfig],
     glu_form: Callable[..., tuple[str, str]], quantized: Sequence[bool],
 ) -> list[Spec]:  # fmt: skip
-    """Return every forward of FP8 rows and weights, for each dtype of the 16-bit tensors.
+    """Return every forward GEMM and grouped_mlp that multiplies FP8 rows of x by FP8 weights, for each dtype of the
+    16-bit tensors.
 
     Args:
         arch: a key of ARCHS.
@@ -145,8 +146,8 @@ def fp8_specs(
 def fp8_training_specs(
     arch: str, operands: str, tile: TileConfig, dglu: TileConfig, glu_form: Callable[..., tuple[str, str]]
 ) -> list[Spec]:
-    """Return every forward that saves its preactivation, on `tile`, and every grouped_dglu, on the tile `dglu`, for FP8
-    rows and weights."""
+    """Return every grouped_mlp that saves its preactivation, on `tile`, and every grouped_dglu, on the tile `dglu`, for
+    FP8 rows of x and FP8 weights."""
     specs: list[Spec] = []
     for dtype, form in product(DTYPES, glu_forms(glu_form, operands, tile, save_preact=True)):
         fc1 = GroupedGluSpec(dtype, *form, True, tile, arch, operands)
@@ -169,7 +170,8 @@ def decoded_specs(
     glu_form: Callable[..., tuple[str, str]],
     dgrad: TileConfig,
 ) -> list[Spec]:
-    """Return every GEMM and grouped_mlp of 16-bit rows whose weights have 8 or 4 bits and are decoded in the kernel.
+    """Return every GEMM and grouped_mlp of 16-bit x whose weights have 8 or 4 bits and are decoded in the kernel, and
+    the data gradients of the formats that have them.
 
     FC2s are listed once each: operands that differ only in FC1's result have the same FC2.
 

@@ -4,9 +4,9 @@ An exported function is positional: TVM-FFI passes tensors, numbers and addresse
 (python/glulam, the tuner, perf, chains, tests) pack arguments by name. Stand-ins for the compiler (`tracing`), and for
 calls that only load kernels, are made from the same data.
 
-Letters in shapes: T rows, R rows of a matrix that is read by index, E experts, H hidden, I intermediate, P the columns
-of the preactivation (2I with a gate, else I), N and K rows and columns of a weight. "Address" is a device address
-(int64).
+Letters in shapes: T rows that a GEMM multiplies, R rows of a matrix from which indices may select these T, E experts,
+H hidden, I intermediate, P the columns of the preactivation (2I with a gate, else I), N and K rows and columns of a
+weight. "Address" is a device address (int64).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _tensor(name: str, shape: str, dtype: str, packed: bool = False) -> Argument
 
 
 ROWS = each(ADDRESS, "rows", optional=True)
-"""rows: the address of int32 [T], which of x's R rows each row reads; 0: the rows are x's rows, in order."""
+"""rows: the address of int32 [T]; row t of the GEMM's operand is row rows[t] of x [R, .]. 0: it is row t of x."""
 GROUPS = (
     *each(ADDRESS, "groups"),
     *each(INT32, "group_form num_groups"),
@@ -63,7 +63,7 @@ count. tickets: the address of the counter from which clusters take tiles; 0: ea
 PARAMS = each(FLOAT32, NAMES_OF_PARAMS, optional=True)
 ACTIVATION = (*each(INT32, "kind glu_layout", optional=True), *PARAMS)
 """kind, glu_layout: numbers of the activation (`specs.KINDS`) and gate layout (`specs.LAYOUTS`); read by kernels that
-are compiled for several. Then the activation's own numbers."""
+are compiled for several. The activation's constants follow."""
 LAUNCH = (*each(INT32, "num_sms"), *each(INT32, "position", optional=True))
 """num_sms: SMs of the GPU. position: the number of kernels that the same call launches before this one; if it is not 0,
 the launch is programmatic, so the kernel may start before the previous kernel ends."""
@@ -100,10 +100,10 @@ _OPTIONAL_INPUTS = each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
-    """Return the divisors for `Signature.divisors` of a GEMM's widths.
+    """Return the `Signature.divisors` of a GEMM: widths along which operands have scales must be whole blocks. Weights
+    of 4 bits also get a divisor for their columns in memory, which are 32-bit words of eight elements.
 
-    letters: the dimensions along which operands have scales, which must be whole blocks; weights of 4 bits also need
-    divisors for their columns in memory, which are 32-bit words of eight elements.
+    letters: the names of the dimensions along which operands have scales, separated by spaces.
     """
     widths = tuple((letter, formats.multiple) for letter in letters.split()) if formats.w.scale else ()
     words = ((formats.w.columns(letter), multiple // WORD_ELEMENTS) for letter, multiple in widths)
@@ -223,7 +223,8 @@ def _wgrad(spec: GroupedWgradSpec) -> Signature:
 def _scaled_wgrad(spec: WgradSpec) -> Signature:
     """Return the signature of a weight gradient in MXFP8.
 
-    dy, x: E4M3, and dy_scale, x_scale: the addresses of their scales; all as `_quantize_groups` describes its outputs.
+    dy, x: E4M3, quantised along the columns of each group (`BY_GROUP`). dy_scale, x_scale: the addresses of their
+    scales, in bands of 128 rows (`memory.scale_bands`).
     """
     operands = _tensor("dy", "T N", E4M3), _tensor("x", "T K", E4M3)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)

@@ -1,5 +1,5 @@
-"""From a spec to its stages (single kernels), and from a stage to the module that makes its kernel and host launch.
-Plain Python, like `specs`."""
+"""Lookups that start from a spec: its GEMMs, the module that makes a stage's kernel and host launch, and the order in
+which its GEMMs add. A stage is a single kernel. Plain Python, like `specs`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Schedule:
         swapped: weights are the rows of the MMA, and rows of x its columns.
         reads_decoded: swapped, and the MMA reads weights that other warpgroups have decoded to FP8 in shared memory;
             otherwise warpgroups of a swapped tile decode the weights that they multiply, in registers.
-        by_warps: warps multiply one by one (mma.sync), without TMA or wgmma.
+        by_warps: each warp multiplies by itself (mma.sync), without TMA or wgmma.
         in_tensor_memory: accumulators are in tensor memory.
         paired: tiles (m, n) for which an SM has two CTAs, so that one decodes while the other stores or waits for its
             first loads.
@@ -70,7 +70,7 @@ SCHEDULES = {
 
 
 class SpecError(ValueError):
-    """A spec from which no kernel can be built; the message names the field and the valid choices."""
+    """Raised for a spec from which no kernel can be built; the message names the field and the valid choices."""
 
 
 def require(field: str, value: Any, valid: Any) -> None:

@@ -47,11 +47,11 @@ another operation. refused: a rank's tokens did not fit. other form: its tokens 
 or the reverse.
 """
 SUSPECT_MASK, REASON_SHIFT, PHASE_SHIFT = 0xFF, 8, 16
-"""Fields of an error and of an abort word: the suspect's rank (8 bits), an index of REASONS, an index of PHASES, and
-the operation's number, which is at EPOCH_SHIFT as in all words."""
+"""Fields of an error and of an abort word: the suspect, that is the rank that the error blames (8 bits), an index of
+REASONS, an index of PHASES, and the operation's number, which is at EPOCH_SHIFT as in all words."""
 
 
 def failure(error: int) -> tuple[int, str, str, int]:
-    """Decode an error (`STATE`): return the suspect's rank, the reason, the phase and the operation's number."""
+    """Decode an error (`STATE`): return the rank that it blames, the reason, the phase and the operation's number."""
     reason, phase = REASONS[error >> REASON_SHIFT & 0xFF], PHASES[error >> PHASE_SHIFT & 0xF]
     return error & SUSPECT_MASK, reason, phase, error >> EPOCH_SHIFT & (1 << 40) - 1

@@ -1,7 +1,8 @@
 """Turn kernel specs into callables: compile, export, link, verify, load, cache.
 
-Importing this package imports neither torch nor cutlass. `load` loads a precompiled bundle; `ffi_bridge.jit` compiles
-kernels that a bundle lacks in a helper process; `ffi_bridge.build` makes bundles.
+Importing this package imports neither torch nor cutlass. A bundle is a shared library of precompiled kernels for one
+architecture, with a manifest. `load` loads a bundle; `ffi_bridge.build` makes bundles; `ffi_bridge.jit` compiles, in a
+helper process, kernels that a bundle lacks.
 """
 
 from ._version import __version__

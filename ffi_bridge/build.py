@@ -44,11 +44,11 @@ _MAX_COMPLAINTS = 20  # lines of an error message
 
 
 def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[str]:
-    """Return a line for each compiler complaint (spills, serialised wgmma) about the kernels that is not allowed.
+    """Return a line of text for each compiler complaint (register spills, serialised wgmma) that `allowed` lacks.
 
     Args:
         artifacts: compiled functions with the reports of their kernels.
-        allowed: complaints to let pass, by spec name.
+        allowed: for each spec name, the complaints to let pass.
     """
     return [
         f"{artifact.name}: {kernel.describe(complaint)} in {kernel.name}"
@@ -60,7 +60,7 @@ def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[st
 
 
 def _refuse(lines: list[str]) -> None:
-    """Raise CompileError with the lines of `complaints`, if there are any."""
+    """Raise CompileError that quotes the first of `lines`, the result of `complaints`; do nothing if there are none."""
     if lines:
         rest = [f"... and {len(lines) - _MAX_COMPLAINTS} more"] if len(lines) > _MAX_COMPLAINTS else []
         raise CompileError(
@@ -88,7 +88,7 @@ def compile_all(
     An object that another process is compiling is taken from the store after all other objects are done.
 
     Args:
-        specs: stages, each once.
+        specs: specs of stages, without duplicates.
         store: the objects that builds and the JIT share.
         directory: the folder, which exists; the objects are named <spec.name>.o.
         jobs: the largest number of compile processes.
@@ -159,7 +159,7 @@ def write_bundle(
         arch: the architecture of all specs.
         specs: the functions to export.
         artifacts: the compiled stages of all specs.
-        sources: hashes of the kernels' sources, see `Manifest.sources`.
+        sources: hashes of the kernels' sources by name, recorded as `Manifest.sources`.
         machine: the CPUs for which host code is made. None: this machine's.
 
     Returns:
@@ -265,7 +265,7 @@ def build(
         progress: show progress on standard error: a bar in a terminal, otherwise a line every few seconds.
         tracer: "module:function" of a function spec -> (jitted function, fake arguments). None: the kernels' own
             tracers.
-        allowed: compiler complaints to let pass, by spec name. None: the architecture's ALLOWED_DIAGNOSTICS.
+        allowed: for each spec name, the compiler complaints to let pass. None: the architecture's ALLOWED_DIAGNOSTICS.
         machine: the CPUs for which host code is made. None: this machine's. Device code does not depend on it.
 
     Returns:

@@ -63,7 +63,8 @@ def cache_key(
     spec: Spec, tracer: str | None = None, hashes: dict[str, str] | None = None, has_ptx: bool = False,
     machine: host.Host | None = None,
 ) -> str:  # fmt: skip
-    """Return the key of a compiled spec: its name, and 16 hexadecimal digits over everything that changes the code.
+    """Return the key of a compiled spec: its name, and 16 hexadecimal digits of a hash over everything that can change
+    the code.
 
     Args:
         spec: the spec.
@@ -82,14 +83,15 @@ def cache_key(
 def sources_of(
     spec: Spec, tracer: str | None = None, known: sources.Sources | None = None, of_object: bool = False
 ) -> dict[str, str]:  # fmt: skip
-    """Return hashes of a function's sources by name, as `Manifest.sources` has them.
+    """Return, by name, the hashes of the sources that a function is compiled from; `Manifest.sources` records them.
 
-    These are the sources of its stages and, for a chain, the C text that calls the stages.
+    There is one hash for each tracer (the function that traces a stage's spec), one for the compile process's modules
+    and, for a chain, one for the C text that calls the stages.
 
     Args:
         spec: the function's spec.
         tracer: see `cache_key`.
-        known: the sources of the tracers' package. None: listed once for all stages.
+        known: the sources of the tracers' package. None: this call lists them.
         of_object: return the hashes for a stage's object, which ignore comments, docstrings and line layout.
     """
     tracers = [sources.tracer_of(stage, tracer) for stage in stages_of(spec)]
@@ -137,14 +139,17 @@ def make_root(root: Path) -> None:
 
 
 def _is_our_name(path: Path) -> bool:
-    """Return True if a file in the cache's folder has a name that Glulam gives."""
+    """Return True if the name of a path in the cache's folder is one that Glulam gives to its own files there."""
     if path.suffix == LOCK:
         return bool(_LOCKED.fullmatch(path.stem))
     return path.name in (*NEIGHBOURS, MARKER) or bool(key_of(path))
 
 
 def lock_of(root: Path, key: str) -> Path:
-    """Return the lock file for a key. Keys share 256 files: lock files are never removed, and keys are many."""
+    """Return the lock file for a key.
+
+    Keys share 256 lock files: a lock file is never removed, and one for each key would be too many.
+    """
     return root / f"{key.rpartition('-')[2][:2]}{LOCK}"
 
 
@@ -170,7 +175,8 @@ def exclusive(root: Path, key: str, timeout: float = -1) -> Iterator[None]:
         timeout: seconds to wait. Negative: no limit.
 
     Raises:
-        filelock.Timeout, OSError: see `locks.locked`.
+        filelock.Timeout: another process held the lock for `timeout` seconds.
+        OSError: the lock file cannot be opened, is a link, or is not empty.
     """
     with locks.locked(lock_of(root, key), timeout):
         yield
@@ -182,11 +188,12 @@ class Entry:
 
     Attributes:
         folder: the entry's folder <root>/<key>.
-        spec: the spec of its function. None: the manifest cannot be read.
+        spec: the spec of its function. None: the manifest cannot be read or does not fit the folder's name, or the
+            entry was put aside.
         size: bytes on disk.
-        state: "sound": `find` returns it. "outdated": made by other versions or from other sources, never used again.
-            "damaged": it is not loaded, and is made anew when the kernel is needed. "aside": it was found damaged
-            earlier and is kept for inspection.
+        state: "sound": valid and current, so `find` returns its function. "outdated": made by other versions or from
+            other sources, never used again. "damaged": it is not loaded, and is made anew when the kernel is needed.
+            "aside": it was found damaged earlier and is kept for inspection.
         problem: what is wrong with the entry. Empty: it is sound.
     """
 
@@ -202,7 +209,7 @@ class Entry:
 
 
 def key_of(folder: Path) -> dict[str, str]:
-    """Return "name" and "arch" of the spec that a folder's name (a key) tells; empty if the name is not a key."""
+    """Return {"name": a spec's name, "arch": its architecture}, parsed from a folder's name; empty if it is no key."""
     key = _KEY.fullmatch(folder.name.removesuffix(DAMAGED))
     return key.groupdict() if key else {}
 
@@ -210,7 +217,8 @@ def key_of(folder: Path) -> dict[str, str]:
 def _files(folder: Path) -> list[Path] | None:
     """Return the files of an entry: those in `folder`/<arch>/, namely a library or an object, texts, and a manifest.
 
-    Files may be missing. None: the folder's name is not a key, or there is anything else, such as a symbolic link.
+    Any of these files may be missing. None: the folder's name is not a key, or the folder has anything besides these
+    files, such as a symbolic link.
 
     Raises:
         OSError: a folder cannot be read.
@@ -227,7 +235,7 @@ def _files(folder: Path) -> list[Path] | None:
 
 
 def _is_our_file(file: Path, arch: str) -> bool:
-    """Return True if a file in an entry's <arch>/ has a name that Glulam gives."""
+    """Return True if the name of a path in an entry's <arch>/ is one that Glulam gives to its own files there."""
     patterns = manifest.LIBRARY, manifest.OBJECT, manifest.TEXT
     named = next(filter(None, (pattern.fullmatch(file.name) for pattern in patterns)), None)
     return file.name == manifest.FILE or (named is not None and named["arch"] == arch)
@@ -251,7 +259,7 @@ def _spec_in(folder: Path) -> Spec | None:
 
 
 def _verify(folder: Path, spec: Spec | None, pattern: re.Pattern[str]) -> None:
-    """Check an entry as `load` does, and check that its key is current.
+    """Check an entry as `load` does, and check that its key is the one that `cache_key` returns now.
 
     Args:
         folder: the entry's folder.

@@ -1,7 +1,7 @@
 """Hashes of a Python file's code without comments, docstrings and line layout, which leave no trace in an object.
 
-A module of tables (dictionary literals with string keys) can be hashed in parts: each row with the definitions that the
-row uses, and the rest of the file.
+A module of tables (dictionary literals with string keys) can be hashed in parts: each row (a key and its value) with
+the definitions that the row uses, and the rest of the file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _write(node: object, out: list[str]) -> None:
 
 
 def sha256(texts: Iterable[str]) -> str:
-    """Return the hash of several texts in their order."""
+    """Return one sha256 (hexadecimal) over several texts, in their order."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(f"{len(text)}\0{text}".encode())
@@ -75,7 +75,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _rows(statement: ast.stmt) -> dict[str, ast.expr]:
-    """Return the rows of a table by their keys; empty if the statement is not a table."""
+    """Return the rows of the table that a statement assigns, values by key; empty if it assigns no table."""
     value = getattr(statement, "value", None) if _bound(statement) else None
     if not isinstance(value, ast.Dict):
         return {}
@@ -87,16 +87,17 @@ _parsing = threading.Lock()
 
 
 def parse(text: str) -> ast.Module:
-    """Return the syntax tree of a file's text. Raises SyntaxError.
+    """Return the syntax tree of a file's text. Raises SyntaxError if the text is not Python.
 
-    By one thread at a time: CPython 3.11 counts the depth of all threads' trees in one place, and fails if they mix.
+    Only one thread parses at a time: CPython 3.11 counts the depth of the trees of all threads in one place, and fails
+    if two threads parse at once.
     """
     with _parsing:
         return ast.parse(text)
 
 
 class Code:
-    """The code of one file. Raises SyntaxError."""
+    """The code of one Python file, to be hashed as a whole or in parts. Raises SyntaxError if it is not Python."""
 
     def __init__(self, text: str) -> None:
         self._statements = [one for one in parse(text).body if not _is_text(one)]
@@ -110,7 +111,9 @@ class Code:
         return sha256(map(plain, self._statements))
 
     def attributes(self, module: str) -> set[str] | None:
-        """Return the attributes of an imported module that the file uses; None if the file may use others.
+        """Return the names of the attributes of an imported module that the file uses.
+
+        None: they cannot be told, since the file renames the module or uses it otherwise than as `module.attribute`.
 
         Args:
             module: the name under which the file imports the module.
@@ -132,12 +135,13 @@ class Code:
         return tuple(key for statement in self._statements for key in _rows(statement))
 
     def hash_of_row(self, key: str) -> str:
-        """Return the hash of a table's row, of all definitions that the row uses, and of its place among all rows."""
+        """Return one hash over the row with a key, all definitions that it uses, and its place among all rows."""
         values = [rows[key] for statement in self._statements if key in (rows := _rows(statement))]
         return sha256([f"{self.row_names().index(key)}", *map(plain, values), *self._texts(self._reached(values))])
 
     def hash_of_rest(self, names: Collection[str]) -> str:
-        """Return one hash of the definitions of `names`, of all definitions they use, and of statements without names.
+        """Return one hash over the definitions of `names`, all definitions that they use, and statements that define no
+        name.
 
         A table is left out unless one of the hashed statements uses the table.
         """

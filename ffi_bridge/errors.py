@@ -8,7 +8,7 @@ from cute_kernels.architectures import ARCHS
 
 
 def remedy(place: Path, options: str = "") -> str:
-    """Return advice for an error message: to run the command that builds the bundle anew.
+    """Return advice for an error message: "run `glulam build ...`", the command that builds the bundle anew.
 
     The command has `--arch` if the path tells the architecture: without `--arch`, a build is for the architecture of
     the machine that it runs on.
@@ -22,32 +22,38 @@ def remedy(place: Path, options: str = "") -> str:
 
 
 class BundleError(RuntimeError):
-    """A bundle that cannot be used. No part of the bundle was loaded."""
+    """Base class of the errors raised if a bundle cannot be used. No part of the bundle was loaded."""
 
 
 class BundleMissing(BundleError):
-    """There is no bundle for this architecture, or the bundle has no function of this name."""
+    """Raised if there is no bundle for an architecture, or if the bundle has no function of the requested name."""
 
 
 class BundleDamaged(BundleError):
-    """The manifest cannot be read, or the library does not match the manifest."""
+    """Raised if a bundle's manifest cannot be read, or if its library does not match the manifest."""
 
 
 class BundleForeign(BundleError):
-    """The bundle was not made by `glulam build`, is for another architecture, or can be written by another user."""
+    """Raised if a bundle was not made by `glulam build`, is for another architecture or CPU, or can be written by
+    another user.
+    """
 
 
 class BundleOutdated(BundleError):
-    """The bundle was built by, or for, other versions of Glulam, of its toolchain or of its kernels' sources."""
+    """Raised if a bundle was built by another version of Glulam or of its toolchain, from other sources of the kernels,
+    or with other settings (CPU baseline, $GLULAM_PLAIN).
+    """
 
 
 class BundleBusy(BundleError):
-    """Another process is building this bundle. Nothing was compiled."""
+    """Raised by a build if another process is building in the same folder. Nothing was compiled."""
 
 
 class ToolchainError(RuntimeError):
-    """A tool or library that building or loading needs is missing on this machine."""
+    """Raised if a tool or library that building or loading needs is missing on this machine, or has an unsupported
+    version.
+    """
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile, or the build refuses its code (spills, serialised wgmma)."""
+    """Raised if a kernel does not compile or link, or if a build refuses its code (spills, serialised wgmma)."""

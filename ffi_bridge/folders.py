@@ -1,4 +1,7 @@
-"""Safe folders: no other user can replace these folders by another folder or a link, or write into new ones."""
+"""Make, open and fill folders safely where other users may write, too.
+
+No other user can exchange an opened folder for another folder or a link, or write into a folder made here.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,11 @@ def opened(folder: Path | str, at: int | None = None) -> Iterator[int]:
     """Open a folder and yield its descriptor.
 
     Args:
-        folder: a path; with `at`, a name in the open folder `at`, which may not be a link.
-        at: descriptor of an open folder. None: `folder` is a path, links are followed.
+        folder: a path; with `at`, the name of a folder in the open folder `at`.
+        at: descriptor of an open folder. None: `folder` is a path, and links are followed.
+
+    Raises:
+        OSError: the folder cannot be opened, or `at` is given and `folder` is a link.
     """
     handle = os.open(folder, _FLAGS if at is None else _FLAGS | os.O_NOFOLLOW, dir_fd=at)
     try:

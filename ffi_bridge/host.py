@@ -1,4 +1,8 @@
-"""The CPUs for which host code is compiled: for each kind of machine one baseline, whichever machine compiles."""
+"""The kinds of CPU for which host code (which launches the kernels) is compiled.
+
+Each kind of machine (x86_64, aarch64) has one baseline, the oldest CPU that runs the code. The baseline does not depend
+on the machine that compiles.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class Host(NamedTuple):
 
     @property
     def compiler(self) -> str:
-        """The name of the cross compiler (C) that another machine uses for this host, unless $CC names one."""
+        """The C cross compiler with which other kinds of machines compile for this one, unless $CC is set."""
         return f"{self.machine}-linux-gnu-gcc"
 
 
@@ -69,32 +73,39 @@ _AARCH64 = Host(
     ),
 )
 HOSTS = {host.machine: host for host in (_X86_64, _AARCH64)}
-"""The hosts by the name of their machine."""
+"""All `Host`s by their `machine`, the name that `platform.machine()` returns there."""
 _CPUINFO = "/proc/cpuinfo"
 
 
 def here() -> Host:
-    """Return the host of this machine, even if its CPU is older than the baseline; x86-64 if its kind has no host."""
+    """Return the `Host` for this kind of machine; x86-64's if there is none.
+
+    This CPU may be older than the baseline; `unfit` checks that.
+    """
     return HOSTS.get(platform.machine(), _X86_64)
 
 
 def named(machine: str) -> Host:
-    """Return the host of a machine's name. Raises ToolchainError if no host code is compiled for that machine."""
+    """Return the `Host` for a kind of machine, a key of HOSTS such as "aarch64".
+
+    Raises:
+        ToolchainError: no host code is compiled for machines of this kind.
+    """
     if machine not in HOSTS:
         raise ToolchainError(f"{machine!r} is no machine that host code is compiled for; give {' or '.join(HOSTS)}")
     return HOSTS[machine]
 
 
 def of_baseline(baseline: str) -> Host | None:
-    """Return the host whose code has a baseline; None: no host of this Glulam has it."""
+    """Return the `Host` with a baseline, for example "x86-64-v2"; None if this version of Glulam has no such `Host`."""
     return next((host for host in HOSTS.values() if host.baseline == baseline), None)
 
 
 @functools.cache
 def unfit() -> str:
-    """Return the reason why this machine cannot run code for its baseline, as words after "but".
+    """Return the end of "... needs an x86-64-v2 CPU, but": why this machine cannot run code for its baseline.
 
-    Empty: it can, or it does not list its flags.
+    Empty: the machine can run such code, or Linux does not list its CPU's flags.
     """
     if platform.machine() not in HOSTS:
         return f"this machine is {platform.machine()}"

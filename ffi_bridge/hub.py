@@ -6,7 +6,8 @@
         functions.json      names and arguments of the library's functions
         libglulam_*.so      the bundle's library, unchanged
 
-It has the kernels' functions but no operators: a kernel of the hub may import only torch and a few other packages.
+The hub's kernel has the library's functions but none of Glulam's operators, since a kernel of the hub may import only
+torch and a few other packages.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def variant(machine: Host) -> str:
 
 
 def gpus(arch: str) -> str:
-    """Return the hub's name of an architecture: "9.0a" for sm_90a; without "a" it includes all later minor versions."""
+    """Return the hub's name of an architecture: "9.0a" for sm_90a; "9.0" for sm_90 includes later minor versions."""
     major, minor = capability(arch)
     return f"{major}.{minor}{'a' if arch.endswith('a') else ''}"
 
@@ -79,7 +80,12 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
 
 
 def _metadata(manifest: Manifest, folder: Path) -> dict[str, Any]:
-    """Return the content of metadata.json, which `kernels` reads. `folder`: the variant's, with all its other files."""
+    """Return the content of metadata.json, which the package `kernels` reads.
+
+    Args:
+        manifest: the bundle's manifest.
+        folder: the variant's folder, which already has all files except metadata.json.
+    """
     hashes = {file.name: hashlib.sha256(file.read_bytes()).digest() for file in sorted(folder.iterdir())}
     return {
         "name": NAME,

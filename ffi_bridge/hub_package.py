@@ -27,7 +27,10 @@ _FOLDER = Path(__file__).parent
 
 @functools.cache
 def _described() -> dict[str, Any]:
-    """Return the content of functions.json: "library", the library's name, and "functions", their arguments by name."""
+    """Return the content of functions.json.
+
+    "library" is the library's file name; "functions" has, by function name, the list of the function's argument names.
+    """
     described: dict[str, Any] = json.loads((_FOLDER / "functions.json").read_text())
     return described
 
@@ -60,7 +63,7 @@ def arguments(name: str) -> list[str]:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """Return the function of a name. Raises KeyError if there is no function of this name."""
+    """Return the function of this name; it takes `arguments(name)` by position. Raises KeyError if there is none."""
     arguments(name)
     found: Callable[..., Any] = _module().get_function(name)
     return found

@@ -67,7 +67,9 @@ class Maker:
     """Compiles kernels for the cache.
 
     Attributes:
-        tracer, worker, strict: see `get`.
+        tracer: "module:function" that traces the specs. None: the kernels' own tracer for each spec.
+        worker: the compile process to use. None: one is started for each spec.
+        strict: refuse code that spills registers or whose wgmma the compiler serialised, instead of warning.
     """
 
     tracer: str | None
@@ -120,7 +122,7 @@ def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]
 
 
 def _fill(spec: Spec, key: str, root: Path, maker: Maker) -> Callable[..., Any]:
-    """Load the cache entry `root`/`key`; make it first if it is missing or damaged. The caller holds its lock."""
+    """Load the cache entry `root`/`key`; make it first if it is missing or damaged. The caller holds the key's lock."""
     entry = root / key
     try:
         return cache.load(entry, spec, maker.tracer)
@@ -140,7 +142,7 @@ def _fill(spec: Spec, key: str, root: Path, maker: Maker) -> Callable[..., Any]:
 
 
 def _quarantine(entry: Path, error: BundleError) -> None:
-    """Rename a damaged entry so that a person can look at it; one per key is kept.
+    """Rename a damaged entry to <key>.damaged, for inspection, and remove an earlier one of that name.
 
     Raises:
         PermissionError: the entry belongs to another user; it stays.

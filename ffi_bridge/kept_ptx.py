@@ -31,7 +31,7 @@ def entries(text: str) -> list[str]:
 
 
 def launched(text: str) -> list[str]:
-    """Return the names of the kernels that a host function launches, sorted."""
+    """Return the names of the kernels that a host function, given as MLIR text, launches, sorted."""
     return sorted(set(_LAUNCH.findall(text)))
 
 
@@ -72,7 +72,10 @@ class Dump:
             artifact.object_file.with_suffix(suffix).write_text(text)
 
     def _only(self, name: str, suffix: str) -> str:
-        """Return the text of the one file with a suffix. `name`: the spec's. Raises CompileError unless it is one."""
+        """Return the text of the folder's only file with a suffix.
+
+        `name`: the spec's name, for the error message. Raises CompileError unless there is exactly one such file.
+        """
         files = [file for file in self._folder.iterdir() if file.suffix == suffix]
         if len(files) != 1:
             raise CompileError(f"{name}: the compiler left {len(files)} dumps as *{suffix}; expected 1")

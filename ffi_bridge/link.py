@@ -90,14 +90,16 @@ def _of_other_machine(machine: host.Host, folder: Path) -> tuple[list[str], dict
 
 
 def check_instructions(library: Path, machine: host.Host | None = None) -> None:
-    """Check that a library runs on every CPU from a machine's baseline on. machine None: this machine.
+    """Check that a library has only instructions of a machine's baseline, so that it runs on every CPU from there on.
+
+    `machine`: the kind of CPU. None: this machine's.
 
     Raises:
         CompileError: the library has an instruction of newer CPUs, which the message names, or cannot be disassembled.
     """
     machine = machine or host.here()
     command = [toolchain.binary_tool("objdump", machine), "--disassemble", "--wide", str(library)]
-    listing, returns = b"", False  # an instruction that any library has: something was disassembled
+    listing, returns = b"", False  # returns: a `ret` was seen, which every library has, so objdump did disassemble
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         while lines := process.stdout.readlines(_CHUNK):

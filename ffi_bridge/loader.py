@@ -150,7 +150,11 @@ def bundle_root(directory: Path | str | None = None) -> Path:
 
 
 def packaged_root() -> Path:
-    """Return the bundle folder of the installed package, which may not exist yet. Raises BundleMissing."""
+    """Return the bundle folder in the installed package `glulam`; the folder may not exist yet.
+
+    Raises:
+        BundleMissing: the package is not installed.
+    """
     for folder in toolchain.package_folders("glulam"):
         return folder / "_bundle"
     raise BundleMissing(f"no bundle: the package glulam is not installed; `pip install` it, or set {ENV_BUNDLE}")
@@ -167,7 +171,9 @@ def load(
     Args:
         arch: an architecture, for example "sm_90a".
         directory: the folder that holds `arch`/. None: `bundle_root()`, read at each call.
-        sources, spec: see `verification.verify`. With `spec`, a bundle that lacks the function is not kept in memory.
+        sources: the source hashes that the manifest must record. None: those of the installed kernels' sources.
+        spec: the one function that the bundle must have, with no others except its stages; a bundle that lacks it is
+            not kept in memory. None: any functions.
 
     Returns:
         The loaded bundle.

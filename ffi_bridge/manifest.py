@@ -20,8 +20,8 @@ SCHEMA = 2
 FILE = "manifest.json"
 LIBRARY = re.compile(r"libglulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)(-[0-9a-f]{16})?\.so")
 OBJECT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.o")
-"""Pattern for the name of an object that is not linked yet. Its manifest describes it as a bundle's describes a
-library.
+"""Pattern for the file name of an object that is not linked yet. It has a manifest of its own, which describes the
+object where a bundle's manifest describes the library.
 """
 TEXT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.(ptx|mlir)")
 """Pattern for the name of a text (PTX or MLIR) beside an object that was compiled with `keep_ptx`."""
@@ -33,7 +33,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """One exported function.
+    """The manifest's record of one exported function.
 
     Attributes:
         spec: the function's spec as a dict.
@@ -59,7 +59,8 @@ class Manifest:
         needs: by distribution name (DSL and TVM-FFI), the symbols that the library takes from that run-time library.
         versions: by distribution name, the versions of Glulam, the DSL and TVM-FFI that made the library. None:
             unknown. Only Glulam's must equal the installed one; the other two are information.
-        sources: hashes of the kernels' sources by name: a package, or a tracer's name and the compiling module's name.
+        sources: hashes of the kernels' sources by name. Of a bundle: one hash, of the kernels' package. Of a cache
+            entry: the hashes that `cache.sources_of` returns, for the tracers and the modules of the compile process.
         functions: the functions by export symbol, sorted.
         texts: by suffix, the sha256 (hexadecimal) of each text that is kept beside an object; usually empty.
         plain: language constructs that the kernels avoid (`cute_kernels/plain.py`); usually empty.
@@ -99,12 +100,12 @@ def library_name(arch: str, sha256: str) -> str:
 
 
 def object_name(arch: str) -> str:
-    """Return the name of an object of an architecture, which OBJECT matches."""
+    """Return the file name of an object for an architecture; OBJECT matches it."""
     return f"glulam_{arch}.o"
 
 
 def text_name(arch: str, suffix: str) -> str:
-    """Return the name of a text of an architecture, which TEXT matches. `suffix`: ".ptx" or ".mlir"."""
+    """Return the file name of a text for an architecture; TEXT matches it. `suffix`: ".ptx" or ".mlir"."""
     return f"glulam_{arch}{suffix}"
 
 
@@ -176,7 +177,7 @@ _OPTIONAL_FIELDS = {"texts": _object(_text(r"\.(ptx|mlir)"), _HASH), "plain": _l
 
 
 def damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
-    """Raise BundleDamaged. `what`: the defect of the file `path`, as a predicate."""
+    """Raise BundleDamaged for the file `path`. `what`: its defect as a predicate, for example "is incomplete"."""
     raise BundleDamaged(f"damaged bundle: {path} {what}; {remedy(path)}") from cause
 
 
@@ -230,9 +231,13 @@ def content_of(path: Path, required: trust.Trust | None = None) -> bytes:
 
 
 def _read_json(path: Path, required: trust.Trust | None) -> dict[str, Any]:
-    """Return the JSON object in a manifest's file; arguments and errors of `content_of`.
+    """Return the JSON object in a manifest's file.
+
+    Args:
+        path, required: the file and the requirements on its owner and permissions, as for `content_of`.
 
     Raises:
+        BundleMissing, BundleForeign, BundleDamaged: `content_of` cannot read the file.
         BundleForeign: the file is not a manifest of Glulam.
         BundleDamaged: the file is not JSON, or has oversized numbers or a name twice.
     """

@@ -67,7 +67,11 @@ def oldest_tag(wheel: str) -> Glibc:
 
 
 def _wheel_of(library: Path) -> str:
-    """Return the WHEEL file's text of the installed distribution that has `library`. Raises ToolchainError for none."""
+    """Return the text of the WHEEL file of the installed distribution that contains `library`.
+
+    Raises:
+        ToolchainError: no installed distribution contains it.
+    """
     for distribution in importlib.metadata.distributions():
         for file in distribution.files or ():
             if file.name == library.name and Path(str(distribution.locate_file(file))).resolve() == library.resolve():
@@ -76,7 +80,11 @@ def _wheel_of(library: Path) -> str:
 
 
 def _glibc_for(libraries: Sequence[Path]) -> Glibc:
-    """Return the oldest glibc with which all libraries, and the wheels that they need, run. Raises ToolchainError."""
+    """Return the oldest glibc with which all libraries, and the wheels that they need, run; at least 2.17.
+
+    Raises:
+        ToolchainError: it cannot be determined.
+    """
     installed = {path.name: path for path in (toolchain.runtime_library(), toolchain.tvm_ffi_library())}
     described = [_described(library) for library in libraries]
     others = {name for text in described for name in needed_libraries(text)}

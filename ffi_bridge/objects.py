@@ -35,22 +35,22 @@ MAX_BYTES = 2 << 30
 
 
 def folder() -> Path:
-    """Return the folder of objects, in the cache's folder."""
+    """Return the folder in which objects are stored, <cache root>/objects."""
     return cache.cache_root() / cache.OBJECTS
 
 
 def entries() -> Iterator[cache.Entry]:
-    """Yield all objects, verified; see `cache.entries`."""
+    """Yield a verified entry for each stored object, in the order of their names; see `cache.entries`."""
     return cache.entries(folder(), manifests.OBJECT)
 
 
 def clear(states: tuple[str, ...] = cache.STATES) -> list[cache.Entry]:
-    """Remove objects in one of `states` and return them; see `cache.clear`."""
+    """Remove the stored objects in one of `states` (`cache.Entry.state`) and return the removed entries."""
     return cache.clear(folder(), states, manifests.OBJECT)
 
 
 class Busy(Exception):
-    """Another process or thread is compiling this object."""
+    """Raised by `Store.alone` if another process or thread is compiling the same object."""
 
 
 class _Stored(NamedTuple):
@@ -70,7 +70,9 @@ class _Stored(NamedTuple):
 
 
 class Store:
-    """The objects of specs that one tracer traces. Their keys depend on the sources when the store is constructed.
+    """The store of objects, for specs that one tracer traces.
+
+    The objects' keys contain hashes of the sources as they were when this Store was constructed.
 
     Args:
         tracer: "module:function" for every spec. None: the kernels' own tracer for each spec.
@@ -91,7 +93,10 @@ class Store:
         self._quiet = quiet
 
     def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
-        """Copy a spec's object to `into`/<spec.name>.o and return it; None if no valid one is stored. Needs no lock."""
+        """Copy a spec's object from the store to `into`/<spec.name>.o and return the artifact. Needs no lock.
+
+        None: the store has no valid object of the spec.
+        """
         hashes = self.code_hashes(spec)
         entry = self.folder / self._key(spec, hashes)
         inner = entry / spec.arch
@@ -156,7 +161,8 @@ class Store:
     def longest_first(self, specs: Sequence[Spec]) -> list[Spec]:
         """Return specs by their probable compile time, longest first.
 
-        A spec counts as longer the larger an earlier object of its name is; specs without one come first.
+        The measure is the size of the last used object that a spec of the same name has in the store. Specs without
+        such an object come first.
         """
         sizes: dict[str, int] = {}
         for stored in sorted(self._stored(), key=lambda stored: stored.used):
@@ -164,7 +170,11 @@ class Store:
         return sorted(specs, key=lambda spec: sizes.get(spec.name, MAX_BYTES), reverse=True)
 
     def trim(self) -> None:
-        """Remove objects beyond UNUSED_S and MAX_BYTES, and what killed processes left. Other users' objects stay."""
+        """Remove objects not used for UNUSED_S, the least recently used ones above MAX_BYTES in all, and the folders of
+        killed compiles.
+
+        Other users' objects stay.
+        """
         sweep(self.folder, cache.COMPILING)
         total, oldest = 0, time.time() - UNUSED_S
         for stored in sorted(self._stored(), key=lambda stored: stored.used, reverse=True):
@@ -174,7 +184,7 @@ class Store:
                     self._remove_unused(stored)
 
     def code_hashes(self, spec: Spec) -> dict[str, str]:
-        """Return the hashes of a spec's sources, as an object's manifest records them."""
+        """Return, by name, the hashes of the code that a spec's object depends on; its manifest records them."""
         return cache.sources_of(spec, self.tracer, self._sources, of_object=True)
 
     def _key(self, spec: Spec, hashes: dict[str, str] | None = None) -> str:
@@ -183,7 +193,7 @@ class Store:
         return cache.cache_key(spec, hashes=hashes, has_ptx=self.keep_ptx, machine=self.machine)
 
     def _make_folder(self) -> None:
-        """Make the store's folder with the mode of the cache's folder, and mark it."""
+        """Make the store's folder with the mode of the cache's folder, and put Glulam's marker file into it."""
         root = self.folder.parent
         cache.make_root(root)
         with contextlib.suppress(FileExistsError), folders.opened(root) as at:

@@ -1,4 +1,4 @@
-"""Temporary folders for work in progress, removal of those that killed processes left, and errors of full disks."""
+"""Temporary folders for work in progress, removal of folders that killed processes left, and errors of full disks."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Import(NamedTuple):
 
 
 EVERYTHING = Import(0, "", "*")
-"""The import of a file that may import modules without naming them."""
+"""Stands for the imports of a file that may import modules at run time (by importlib, exec, ...): every module."""
 
 
 def _imports_in(nodes: Iterator[ast.AST]) -> Iterator[Import]:
@@ -117,7 +117,7 @@ class Sources:
         self._code_hashes: dict[tuple[str, tuple[str, ...] | None], str] = {}
 
     def closure(self, module: str) -> list[Source]:
-        """Return the files of `module` and of all modules of the package that it may import, sorted.
+        """Return the files of `module` and of all modules of the package that it may import, directly or not, sorted.
 
         Raises:
             ToolchainError: there is no such module.
@@ -147,7 +147,8 @@ class Sources:
 
         Args:
             module: the module whose closure is hashed.
-            formulas: the activations whose rows of `stages.FORMULAS` are hashed. None: the whole file.
+            formulas: the activations that the kernel computes: of module `stages.FORMULAS`, which has all activations'
+                formulas, only the parts for these are hashed. None: the whole module is hashed.
         """
         key = module, formulas
         if key not in self._code_hashes:
@@ -263,7 +264,7 @@ def of(package: str) -> Sources:
 
 
 def tracer_of(spec: Spec, tracer: str | None = None) -> str:
-    """Return the "module:function" that traces a spec: `tracer`, or if that is None the kernels' own for this spec."""
+    """Return the "module:function" that traces a spec: `tracer` or, if it is None, the kernels' own tracer."""
     return tracer or stages.tracer_of(spec)
 
 
@@ -289,7 +290,8 @@ def _code_of_makers() -> str:
 def file_hashes(tracer: str, known: Sources) -> dict[str, str]:
     """Return hashes, by name, of all sources that the kernels of a tracer (the function that traces them) depend on.
 
-    There are two: of the closure of the tracer's module, and of the modules of the compile process.
+    There are two hashes: one of the tracer's module and all that it imports (`Sources.closure`), and one of the modules
+    of the compile process.
 
     Args:
         tracer: "module:function".

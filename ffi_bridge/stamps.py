@@ -36,10 +36,10 @@ def _text(arch: str, gpu: str, library: str) -> bytes:
 
 
 def is_there(arch: str, gpu: str, library: str) -> bool:
-    """Return True if `glulam validate` passed on this machine.
+    """Return True if a valid stamp says that `glulam validate` passed for a library on a GPU of this machine.
 
     Args:
-        arch: the architecture.
+        arch: the library's architecture.
         gpu: the GPU's name.
         library: the library's sha256, hexadecimal.
     """
@@ -81,7 +81,10 @@ def _temporary() -> str:
 
 
 def leave(arch: str, gpu: str, library: str) -> Path:
-    """Write a stamp, readable by everybody whatever the umask is, and return its path. Arguments: see `is_there`.
+    """Write a stamp, readable by everybody whatever the umask is, and return its path.
+
+    Args:
+        arch, gpu, library: the validated architecture, GPU and library, as for `is_there`.
 
     Raises:
         OSError: the cache's folder cannot be written, or is not safe from other users.

@@ -38,8 +38,9 @@ def check(folder: Path) -> None:
 def publish(new: Path, target: Path, manifest: Manifest) -> None:
     """Move the bundle in folder `new` to folder `target` on the same file system; readers never see half a bundle.
 
-    The library has a name of its own, so it is moved first. Then the manifest atomically replaces the old manifest.
-    Last, the libraries of earlier builds are removed; processes that have loaded one keep it.
+    The library is moved first: its name contains its hash, so it replaces no other library. Then the manifest
+    atomically replaces the old manifest. Last, the libraries of earlier builds are removed; processes that have loaded
+    one keep it.
 
     Raises:
         BundleForeign: `target` has a bundle's file that Glulam did not write. Nothing was replaced.

@@ -39,13 +39,15 @@ class Range(NamedTuple):
         return f">={self.oldest},<{self.below}"
 
 
-# The versions that a bundle needs. EQUAL: this package must have the version that built the bundle; so must the sources
-# of the kernels. RUNS_WITH: any version in the range, whichever built the bundle; the oldest and the newest are tested,
-# with others between them. The manifest records the versions of these two that built the bundle, for information only.
+# The versions that a bundle needs. EQUAL: packages that must have the version with which the bundle was built; the
+# kernels' sources must be the same, too. RUNS_WITH: any version in the range, whichever built the bundle; the oldest
+# and the newest are tested, with others between them. The manifest records which of these versions built the bundle,
+# for information only.
 EQUAL = ("glulam",)
 RUNS_WITH = {DSL: Range("4.7.1", "4.9"), TVM_FFI: Range("0.1.9", "0.2")}
 
-# Compiling asks for one of these; the code depends on it. TVM-FFI's version does not change a byte of an object.
+# Versions with which kernels may be compiled; the code depends on the version. TVM-FFI's version does not change a byte
+# of an object.
 COMPILES_WITH = {DSL: ("4.8.1",)}
 
 INSTALL = {
@@ -142,8 +144,8 @@ def dsl_packages() -> Path:
 def code_versions() -> dict[str, str | None]:
     """Return the versions, by distribution name, that compiled code and measurements depend on: Glulam's and the DSL's.
 
-    If the installed DSL is not in COMPILES_WITH, its first version there is returned: code compiled by it runs here,
-    too.
+    If the installed DSL's version is not in COMPILES_WITH, the first version in COMPILES_WITH is returned instead: code
+    compiled by that version runs here, too.
     """
     tested, installed = COMPILES_WITH[DSL], versions()[DSL]
     return {"glulam": __version__, DSL: installed if installed in tested else tested[0]}

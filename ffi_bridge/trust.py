@@ -96,7 +96,9 @@ def anybodys(root: Path) -> Trust:
 
 @contextlib.contextmanager
 def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Yield a descriptor of `root`/<names>; each folder is opened in its parent, checked as `ours`, and not a link.
+    """Open the folder `root`/<names[0]>/<names[1]>/... and yield its descriptor.
+
+    Each folder below `root` is opened inside its parent, must not be a link, and must meet the requirements of `ours`.
 
     Args:
         root: a folder that may be shared, and may be a link.

@@ -50,13 +50,18 @@ def _check_versions(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_needs(manifest: Manifest, folder: Path) -> None:
-    """Raise BundleDamaged unless the manifest lists needs of exactly the two run-time libraries."""
+    """Raise BundleDamaged unless the manifest's `needs` has entries for exactly the two run-time libraries."""
     if manifest.needs.keys() != toolchain.RUNS_WITH.keys():
         damaged(folder / FILE, f"has needs of {_names(manifest.needs)} instead of {_names(toolchain.RUNS_WITH)}")
 
 
 def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
-    """Check that the bundle's host code is for `machine` and, if that is this machine, that its CPU is not too old."""
+    """Check that the bundle's host code is for `machine` and, if that is this machine, that this CPU can run the code.
+
+    Raises:
+        BundleForeign: the host code is for another kind of CPU, or this CPU is older than the baseline.
+        BundleOutdated: the host code is for another baseline than this version of Glulam's.
+    """
     is_other = host.of_baseline(manifest.host) not in (None, machine)
     if is_other and machine == host.here():
         raise BundleForeign(
@@ -75,7 +80,7 @@ def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
 
 
 def _check_plain(manifest: Manifest, folder: Path) -> None:
-    """Raise BundleOutdated if the kernels avoid other language constructs than those that the environment names now."""
+    """Raise BundleOutdated unless the kernels avoid exactly the language constructs that $GLULAM_PLAIN names now."""
     avoided = list(plain.plain_in(manifest.arch))
     if manifest.plain != avoided:
         built, wanted = (f"{plain.ENV}={','.join(each)!r}" for each in (manifest.plain, avoided))
@@ -86,7 +91,10 @@ def _check_plain(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] | None) -> None:
-    """Raise BundleOutdated unless the hashes of the sources are `sources` (None: those of PACKAGES now)."""
+    """Raise BundleOutdated unless the manifest records the source hashes `sources`.
+
+    None: the hashes of the packages PACKAGES as they are installed now. Raises BundleDamaged if the names differ.
+    """
     wanted = {package: toolchain.sources_hash(package) for package in PACKAGES} if sources is None else sources
     if manifest.sources.keys() != wanted.keys():
         damaged(folder / FILE, f"has sources of {_names(manifest.sources)} instead of {_names(wanted)}")
@@ -139,8 +147,8 @@ def check(
     """Return the manifest in `folder` after every check that does not read the library.
 
     Args:
-        folder, arch, sources, spec, pattern: see `verify`.
-        machine: the machine for which host code must be. None: this machine.
+        folder, arch, sources, spec, pattern: the folder, and what its manifest must have; see `verify`.
+        machine: the kind of machine that the host code must be for. None: this machine's.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: see `verify`.
@@ -217,7 +225,7 @@ def checked(
 
     Args:
         use: the function to call; it raises BundleDamaged if files do not fit the manifest.
-        folder, arch, sources, spec, pattern: see `verify`.
+        folder, arch, sources, spec, pattern: the folder, and what its manifest must have; see `verify`.
     """
     while True:
         manifest = check(folder, arch, sources, spec, pattern)
@@ -242,14 +250,18 @@ def verify(
     spec: Spec | None = None,
     pattern: re.Pattern[str] = LIBRARY,
 ) -> Manifest:
-    """Return the manifest of the bundle in `folder` after every check that is possible without loading the library.
+    """Return the manifest of the bundle or object in `folder`, after every check that does not load the library.
+
+    The manifest is compared with the arguments, with this machine and with the installed versions; the library's size,
+    hash and owner are compared with the manifest.
 
     Args:
-        folder: the bundle's folder.
-        arch: the architecture that the bundle must be for.
-        sources: the hashes that `Manifest.sources` must equal. None: the present hashes of PACKAGES.
-        spec: the only function, besides its stages, that the bundle must hold. None: any functions.
-        pattern: pattern for the library's name: LIBRARY for bundles, OBJECT for objects.
+        folder: the folder that holds manifest.json and the library.
+        arch: the architecture that the manifest must name.
+        sources: the source hashes that the manifest must record. None: the hashes of the packages PACKAGES as they are
+            installed now.
+        spec: the one function that the manifest must list, with its stages and no others. None: any functions.
+        pattern: the pattern that the library's file name must match: LIBRARY (a bundle) or OBJECT (not linked).
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the message names the mismatch and the command that

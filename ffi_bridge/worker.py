@@ -75,7 +75,7 @@ class Worker:
         self.close(kill=kind is not None)
 
     def compile(self, spec: specs.Spec, directory: Path | None = None) -> KernelArtifact:
-        """Compile one spec into `directory`/<spec.name>.o. directory None: the worker's own.
+        """Compile one spec into `directory`/<spec.name>.o and return the artifact. directory None: the worker's own.
 
         Raises:
             CompileError: the spec does not compile, or the process died; the message names the spec.
@@ -101,7 +101,10 @@ class Worker:
         self._process.kill()
 
     def close(self, kill: bool = False) -> None:
-        """End the process and wait for it. `kill`: at once; otherwise after it has read the end of its requests."""
+        """End the process, wait until it has ended, and remove its log.
+
+        `kill`: end it at once. False: close its standard input, at whose end the process exits by itself.
+        """
         if kill:
             self._process.kill()
         self._process.communicate()

@@ -49,8 +49,8 @@ class Element:
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
     def place(self, pair: int, block: int) -> int:
-        """Return the position of a share's pair number `pair` among the thread's pairs of a block of 32 elements.
-        block: the block's index in the row."""
+        """Return the position, among the thread's pairs of a block of 32 elements, at which the share's pair number
+        `pair` belongs. block: the block's index in the row."""
         return pair
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
@@ -78,7 +78,7 @@ class E2m1(Element):
     read_exponent = -126
 
     def place(self, pair: int, block: int) -> int:
-        """Return the position of a pair in its block; see `Element.place`. In every second pair of blocks, a share's
+        """Return the position of a pair in its block, as in `Element.place`. In blocks 2 and 3 of every four, a share's
         first two pairs and its last two are exchanged, so that threads with neighbouring blocks read x from different
         banks."""
         return pair ^ block & 2

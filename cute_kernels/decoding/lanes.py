@@ -1,4 +1,4 @@
-"""Bits of two equal bfloat16 numbers in the two halves of a 32-bit word."""
+"""32-bit words with the bits of the same bfloat16 number in both halves."""
 
 from __future__ import annotations
 

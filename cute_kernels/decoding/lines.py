@@ -66,8 +66,8 @@ class LineSources(NamedTuple):
     """Addresses of a thread's chunks of one tile, and of their scales.
 
     Attributes:
-        chunks: for each block of 64 columns, the address of the thread's chunk of weight row 0, and whether w has its
-            columns.
+        chunks: for each block of 64 columns, the address of the thread's chunk of weight row 0, and True if the
+            chunk's columns exist in w.
         scales: for each block of 64 columns, the address of the scales of this chunk.
         pitch, rows, scale_pitch: see `Experts`.
     """
@@ -80,7 +80,7 @@ class LineSources(NamedTuple):
 
 
 def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
-    """Describe quantised weights, in host code.
+    """Return the addresses and sizes of quantised weights; host code.
 
     Args:
         w: [E, rows, words or bytes of a row].
@@ -99,7 +99,7 @@ def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -
 
 class DecodedLines(Invariant):
     """Decoder of k-tiles of 64 weight rows by `width` columns, by 128 threads. Each architecture completes it by a
-    method `pair`.
+    method `pair`. A chunk is 16 bytes of a weight row.
 
     Attributes:
         slot_bytes: bytes of a slot, which holds a k-tile's chunks and scales.
@@ -138,8 +138,8 @@ class DecodedLines(Invariant):
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
-        """Return the addresses of a thread's chunks and scales of a tile. n_tile: index of the tile along the
-        columns."""
+        """Return the addresses of a thread's chunks and scales of a tile of an expert's weight. n_tile: index of the
+        tile along the weight's columns."""
         first = experts.address + Int64(expert) * experts.units * CHUNK_BYTES
         scales = experts.scales + Int64(expert) * experts.scale_rows * experts.scale_pitch
         chunks, at = [], []
@@ -167,7 +167,7 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Start to load the scales of 64 weight rows, from `first_row` on.
+        """Start to load this thread's scales of 64 weight rows, from `first_row` on, into registers (`pending`).
 
         First write the scales that the previous call loaded to the slot of their k-tile, `slot_before`.
         """

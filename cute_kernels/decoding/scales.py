@@ -1,7 +1,7 @@
 """Scale types of weights that are decoded, one class each. An object is made for the element type that it scales.
 
-Some scale bytes are bad, for example NaN: their weight row must give NaN for all rows of x. Kernels note bad bytes, and
-write NaN at the end of a tile.
+Some scale bytes are bad, for example NaN: the output column of their weight row must be NaN for all rows of x. Kernels
+note bad bytes while they decode, and write NaN at the end of a tile.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Scales:
     rest_exponent = 0
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
-        """Make the scales of an element type. product: multiplies two words of two bfloat16 numbers each, by an
-        instruction that the GPU has."""
+        """Make the scales of an element type. product: a function that multiplies two words of two bfloat16 numbers
+        each, by an instruction that the GPU has."""
         self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:
@@ -172,8 +172,11 @@ class UnsignedE4m3(Scales):
 
 
 class Float32s(Scales):
-    """float32 numbers, one for each block, passed on unchanged: they multiply elements in float32. No scale is bad,
-    since a NaN or infinite scale makes its weights NaN or infinite by itself.
+    """Scales that are float32 numbers, one for each block. They are passed on unchanged, and multiply elements in
+    float32.
+
+    Kernels need not look for bad scales, which must turn their weight row into NaN: multiplying by a NaN or infinite
+    scale makes the weights NaN or infinite anyway.
     """
 
     def value(self, byte: Int32) -> Int32:

@@ -12,8 +12,8 @@ SWIZZLE_BYTES = 128
 
 
 def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
-    """Make a shared-memory layout (row, column, *more) with a swizzle. shape: its sizes. A row of 32 or 64 bytes has a
-    swizzle of its own width; longer rows are split into parts of 128 bytes."""
+    """Make a swizzled shared-memory layout of shape (rows, columns, ...). Rows of 32 or 64 bytes have a swizzle as wide
+    as they are; longer rows are split into pieces of 128 bytes, which is the swizzle's width."""
     kinds = warpgroup.SmemLayoutAtomKind
     narrow = {SWIZZLE_BYTES // 4: kinds.K_SW32, SWIZZLE_BYTES // 2: kinds.K_SW64}
     kind = narrow.get(shape[1] * dtype.width // 8, kinds.K_SW128)

@@ -46,14 +46,15 @@ def has_fp8() -> bool:
 
 
 def has_float_pairs() -> bool:
-    """Return True if the GPU has an instruction that adds two pairs of float32 numbers in register pairs. Using it
-    takes more registers.
+    """Return True if the GPU has an instruction that adds two float32 numbers to two others at once. Its operands are
+    pairs of registers, so a kernel that uses it needs more registers.
     """
     return capability(_target())[0] == 10
 
 
 def is_plain(construct: str) -> bool:
-    """Return True if this build avoids a construct, a key of architectures.CONSTRUCTS; see plain.py."""
+    """Return True if kernels must be compiled without a construct (a key of architectures.CONSTRUCTS), because
+    $GLULAM_PLAIN names it (plain.py)."""
     return construct in plain_in(_target())
 
 

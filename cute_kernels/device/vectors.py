@@ -10,7 +10,7 @@ from ..specs import PARAM_FORMS
 
 VECTOR_BYTES = 16
 BF16, F16, F32 = PARAM_FORMS["bfloat16"], PARAM_FORMS["float16"], PARAM_FORMS["float32"]
-"""Codes of a parameter's dtype."""
+"""Codes of the dtypes that a parameter can have."""
 CODE_BITS = 2
 
 
@@ -38,8 +38,8 @@ def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -
 
 
 def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:
-    """Load vector number `vector` (16 bytes) after `address` into registers of `dtype`. It is not converted, since a
-    conversion would wait for the load."""
+    """Load vector number `vector` (16 bytes) after `address` into registers of `dtype`. Elements are not converted to
+    float32 here, since a conversion would wait for the load."""
     count = elements(dtype)
     raw = cute.make_rmem_tensor(count, dtype)
     raw.store(run_at(dtype, address, vector * count, count).load())
@@ -69,8 +69,12 @@ def dtype_code(forms: Int32, parameter: int) -> Int32:
 
 @cute.jit
 def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load `count` elements of a parameter from element `first` on, a multiple of count, as float32. code: the
-    parameter's dtype, see `dtype_code`."""
+    """Load `count` elements of the parameter at `address`, from element `first` on, and return them as float32.
+
+    Args:
+        code: the code of the parameter's dtype, see `dtype_code`.
+        first: a multiple of `count`.
+    """
     values = cute.make_rmem_tensor(count, Float32)
     if code == BF16:
         values.store(run_at(BFloat16, address, first, count).load().to(Float32))
@@ -83,7 +87,8 @@ def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Conste
 
 @cute.jit
 def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor):
-    """Round float32 registers to a parameter's dtype and store them from element `first` on. code: see `dtype_code`."""
+    """Round float32 registers to the dtype of the parameter at `address`, and store them from element `first` on, a
+    multiple of their number. code: the code of the dtype, see `dtype_code`."""
     count = const_expr(cute.size(values))
     if code == BF16:
         run_at(BFloat16, address, first, count).store(values.load().to(BFloat16))
@@ -95,7 +100,8 @@ def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor)
 
 @cute.jit
 def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
-    """Round a float32 number to a parameter's dtype and store it as element `index`. code: see `dtype_code`."""
+    """Round a float32 number to the dtype of the parameter at `address`, and store it as element `index`. code: the
+    code of the dtype, see `dtype_code`."""
     values = cute.make_rmem_tensor(1, Float32)
     values[0] = value
     store_params(address, code, index, values)

@@ -21,12 +21,12 @@ def inclusive_scan(value: Int32, lane: Int32) -> Int32:
 
 
 def last_lane(value: Int32) -> Int32:
-    """Return the value of a warp's last lane to all its lanes."""
+    """Return, in every lane of a warp, the last lane's `value`."""
     return cute.arch.shuffle_sync(value, 31)
 
 
 def warp_sum(value: Int32) -> Int32:
-    """Return the sum of `value` over a warp's lanes to all its lanes."""
+    """Return, in every lane of a warp, the sum of `value` over all lanes."""
     return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)
 
 

@@ -1,5 +1,5 @@
-"""Epilogues of the forward GEMMs: y = x w^T with bias and row scale, or FC1's activation with or without its
-preactivation. Terms: base.py."""
+"""Epilogues of the forward GEMMs: grouped_mm, y = x w^T with a scaled bias, and FC1, whose activation is stored with or
+without its preactivation. Terms: base.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sizes import SLOTS
 
 
 class LinearEpilogue(Epilogue):
-    """Epilogue of grouped_mm: y = acc + bias * scale[row]."""
+    """Epilogue of grouped_mm: y = acc + bias * scale[row]. Row scales multiply the bias alone."""
 
     @cute.jit
     def finish_slab(
@@ -40,11 +40,12 @@ class ActivationEpilogue(Epilogue):
     """Epilogue of grouped_glu: act = activation(acc + bias) * scale[row]. If the spec saves the preactivation, a second
     store receives acc + bias.
 
-    With a gate, a tile's accumulators are [a | u], so a thread holds a and u of each of its outputs.
+    With a gate, the first half of a tile's columns is a and the second half is u, unless `in_order`. Either way a
+    thread holds a and u of each of its outputs.
 
     Args:
-        in_order: True: the tile's columns are in w1's memory order (natural_order.py), so biases and preactivations are
-            handled as without a gate.
+        in_order: True: the tile's columns alternate between a and u as w1 does in memory (natural_order.py), so biases
+            and preactivations are handled as without a gate.
 
     Attributes:
         act_n: columns of a tile's activation.
@@ -93,8 +94,8 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """Return the activations of chunk number `chunk`, times the row scales, in the order of accumulators. cols:
-        columns of a chunk, which are stored at once.
+        """Return the thread's activations of chunk number `chunk`, times the row scales, in the order of accumulators
+        (fragments.py). cols: columns of a chunk, which are stored at once.
         """
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
@@ -102,12 +103,12 @@ class ActivationEpilogue(Epilogue):
         return self.ordered(outputs, state.lane)
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
-        """Return the activation's arguments for a chunk: the accumulators of a and, with a gate, the accumulators of
-        u, which are half a tile further."""
+        """Return the activation's arguments for a chunk: the thread's accumulators of a and, with a gate, of u, whose
+        columns come half a tile after those of a."""
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:
-        """Return the row (0 or 1, of the thread's two rows) of the thread's i-th output of a chunk."""
+        """Return which of the thread's two rows, 0 or 1, its i-th output of a chunk belongs to."""
         return i // 2 % 2
 
     def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:

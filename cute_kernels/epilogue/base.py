@@ -37,7 +37,7 @@ class OptionalInputs(NamedTuple):
     Attributes:
         bias: packed biases [E, columns].
         bias_table: int64 [E], the address of each expert's bias; takes precedence over `bias`.
-        scale: float32 [T], by which a row's result is multiplied.
+        scale: float32 [T], a scale for each row. FC1 and grouped_dglu multiply act by it, grouped_mm its bias.
     """
 
     bias: Int64
@@ -46,7 +46,7 @@ class OptionalInputs(NamedTuple):
 
 
 class GlobalScales(NamedTuple):
-    """float32 factors that multiply all scales of the weights.
+    """Global scales of weights: float32 factors by which all block scales of an expert, or of one part, are multiplied.
 
     Attributes:
         address: the address of the factors.
@@ -69,7 +69,9 @@ class Inputs(NamedTuple):
         optional: biases and row scales.
         params: the activation and its parameters.
         bias_size: elements of an expert's bias, which is also the number of its weight rows.
-        w_scale: the address of scales [E, bias_size], a byte for each weight row; 0: weight rows have no scale.
+        w_scale: the address of the weights' scales; 0: weights have none. If the epilogue applies them
+            (`Epilogue.scales_columns`), they are bytes [E, bias_size], one for each weight row; otherwise the mainloop
+            reads them.
         out_scale: the address to which the scales of a quantised result are written.
         gate: the order of a gated layer's weight rows.
         global_scales: None if the weights' format has none.
@@ -178,7 +180,7 @@ class Epilogue(KernelEpilogue):
         return inputs
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
-        """Make the state of a warpgroup; see `KernelEpilogue.make_state`."""
+        """Make the run-time state of one warpgroup's epilogue (`KernelEpilogue.make_state`)."""
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
@@ -187,8 +189,12 @@ class Epilogue(KernelEpilogue):
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        """Return the index in an expert's bias of a column of a part; bias_size or more if the column has no weight
-        row.
+        """Return the index of a column's element in its expert's bias, which is also the column's weight row; bias_size
+        or more if the column has no weight row.
+
+        Args:
+            column: index of the column in its part of the whole output.
+            part: 0 (a, or all columns without a gate) or 1 (u).
         """
         return column
 
@@ -196,7 +202,7 @@ class Epilogue(KernelEpilogue):
         self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: int,
     ) -> None:  # fmt: skip
-        """Turn the accumulators of one slab (64 rows of the tile) into stores.
+        """Turn the accumulators of one slab (64 rows of the tile) into results, and start to store them.
 
         Args:
             acc: the thread's accumulators of the slab.
@@ -212,7 +218,7 @@ class Epilogue(KernelEpilogue):
         self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores, slab (64 rows) by slab.
+        """Turn a warpgroup's accumulators of a tile into results, slab (64 rows) by slab, and start to store them.
 
         Args:
             prefetched: the result of `begin`.
@@ -236,9 +242,9 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
-        """Fetch the tile's biases into shared memory.
+        """Copy the tile's biases into shared memory, and load this thread's scales into registers.
 
-        Returns this thread's two row scales of each slab (1 if there are no row scales), and its scale bytes of
+        Returns `Prefetched`: two row scales for each slab (1 if there are no row scales), and scale bytes of some
         columns.
         """
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
@@ -277,7 +283,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
-        """Load this thread's scale bytes: one for each THREADS-th column of the tile, from the thread's index on."""
+        """Return the scale bytes that this thread loads: of columns t, t + THREADS, ... of the tile, where t is the
+        thread's index in the warpgroup; 0 for columns without a weight row."""
         scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
         count = (self.tile_n + THREADS - 1) // THREADS
         fetched = cute.make_rmem_tensor(count, Int32)
@@ -291,7 +298,7 @@ class Epilogue(KernelEpilogue):
     @cute.jit
     def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
         """Write the loaded scales (`_fetch_column_scales`) into shared memory as bfloat16 numbers; then wait for the
-        warpgroup.
+        warpgroup's other threads.
         """
         for i in cutlass.range_constexpr(cute.size(fetched)):
             column = state.slots.thread + i * THREADS
@@ -300,7 +307,7 @@ class Epilogue(KernelEpilogue):
         state.slots.sync()
 
     def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
-        """Return the i-th column of the tile whose bias or scale this thread fetches, and the column's weight row."""
+        """Return the i-th column of the tile whose bias and scale this thread fetches, and the column's weight row."""
         column = state.slots.thread + i * THREADS
         part, column_in_part = column // self.part_n, column % self.part_n
         return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
@@ -333,8 +340,9 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
-        """Add bias * scale to acc. scale_upper_row is the scale of the thread's first row of the slab, scale_lower_row
-        of its second.
+        """Add each column's bias, times the row's scale, to the accumulators of a slab (64 rows).
+
+        scale_upper_row, scale_lower_row: scales of the thread's first and second row of the slab.
         """
         if state.has_bias():
             state.slots.sync()

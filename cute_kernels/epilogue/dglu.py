@@ -2,10 +2,11 @@
 
     act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
 
-f is the activation, s the row scale, f_a and f_u are derivatives. f is recomputed from the preactivation (a, u). A
-row's sum d_s spans tiles of several CTAs: each CTA leaves its part in a workspace, and the next kernel adds the parts
-(layer/finish_backward.py). The alternative, counting parts so that the last warp adds them here, took a fence and an
-atomic for each warp and tile: a quarter of the time at K = 2048. Terms: base.py.
+f is the activation, s the row scale, f_a and f_u are f's derivatives by a and u, and d_s is d_row_scale. f is
+recomputed from the preactivation (a, u). A row's sum d_s runs over all columns i, so over tiles of several CTAs: each
+tile writes its partial sums to a workspace, and the next kernel adds them (layer/finish_backward.py). If the warp that
+comes last added them here, each warp would need a fence and an atomic for each tile, which took a quarter of the time
+at K = 2048. Terms: base.py.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from .sizes import COLS, ROWS
 
 
 class RowParts(NamedTuple):
-    """The workspace of the row scale's gradient.
+    """The workspace for partial sums of the row scale's gradient.
 
     Attributes:
-        parts: the address of float32 [count, T]: for each column of tiles and each row, a partial sum; 0: no gradient
-            is wanted.
-        count: tiles along the columns.
+        parts: the address of float32 [count, T]: for each tile along the columns and each row, a partial sum; 0: no
+            gradient is wanted.
+        count: number of tiles along the columns.
     """
 
     parts: Int64
@@ -63,7 +64,7 @@ class DgluInputs(NamedTuple):
 
 
 class DgluState(WarpgroupState):
-    """State of a warpgroup's epilogue.
+    """State of a warpgroup's epilogue of grouped_dglu.
 
     Args:
         ring: the slots that hold preactivations, then their gradients (preact.py).
@@ -116,8 +117,8 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and store the row
-        sums.
+        """Turn a warpgroup's accumulators of a tile into dpreact and act, chunk by chunk, start to store both, and
+        write the row sums to the workspace.
 
         prefetched: the result of `begin`.
         """
@@ -143,11 +144,12 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows.
+        """Start to store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows.
 
         Args:
-            acc: the accumulators, dm = dy w2 (the gradient of act).
-            scales: the two row scales.
+            acc: the chunk's accumulators, dm = dy w2 (the gradient of act).
+            scales: the row scales of the thread's two rows.
+            sums: sums of dm f for the same two rows, to which the chunk's are added.
             place: the result of `_chunk_at`.
         """
         number, row, column = place
@@ -168,12 +170,12 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
-        """Compute a piece of 16 columns: return act (scaled by row) and the gradients of a and u, in 16 bits, and add
-        to `sums`.
+        """Return the thread's act (times the row scale) and gradients of a and u in a piece of 16 columns, in 16 bits,
+        and add to `sums`.
 
         Args:
             dm: the thread's accumulators of the piece.
-            parts: its preactivations a and u; a alone without a gate.
+            parts: the thread's preactivations a and u of the piece; a alone without a gate.
             scales, sums: row scales and sums of dm f, one for each of the thread's two rows.
         """
         outputs = cute.make_rmem_tensor(PIECE_REGS, self.dtype)

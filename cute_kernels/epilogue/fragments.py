@@ -5,7 +5,7 @@ columns and v = 0..3, register 4 j + v of thread t holds the element in row 16 (
 column 8 j + 2 (t % 4) + v % 2. One MMA of a warpgroup leaves registers in this order, and so do MMAs of four warps with
 16 rows each.
 
-In tensor memory a slab is 16 of each warp's 32 rows (`TileConfig.slab_step`).
+In tensor memory a slab is 16 of the 32 rows of each of the four warps (`TileConfig.slab_step`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Accumulators(Invariant):
 
 
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
-    """Return `count` of a thread's accumulators, from number `first` on, in the order at the top of this file. count:
-    None: all that follow."""
+    """Return a view of `count` of a thread's accumulators, from number `first` on, in the order at the top of this
+    file. count None: all from `first` on."""
     count = cute.size(acc) - first if count is None else count
     return cute.make_tensor(acc.iterator + first, cute.make_layout(count))
 

@@ -1,5 +1,5 @@
-"""Stores the preactivation of a gated layer: accumulators of a and of u go to memory in the column order of the gate
-layout. Terms: base.py."""
+"""The store of a gated layer's preactivation [T, 2I]: accumulators of a and of u go to memory in the column order of
+the gate layout. Terms: base.py."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def store_gate_pair(
     slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: Any,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store as many columns of a (activated half) and of u (linear half) as a slot holds, in the order of the gate
-    layout. They fill two slots.
+    """Store a chunk's columns of a (activated half) and of u (linear half), in the order of the gate layout. Each of
+    the two fills as much as one slot, so the pair fills two.
 
     Args:
         served: the layouts for which the kernel is compiled, a key of specs.LAYOUT_FORMS.
@@ -66,9 +66,9 @@ def _write_one_of(
     slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
     i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Fill slot i (0 or 1) of a pair, in the layout that the run-time number `layout` selects among `names`.
+    """Fill slot i (0 or 1) of a pair, in the gate layout that the run-time number `layout` selects among `names`.
 
-    a, u: columns of both halves, converted to the slot's dtype.
+    a, u: the thread's registers of the chunk's columns of a and u, converted to the slot's dtype.
     """
     if const_expr(len(names) == 1):
         _write_of_pair(slots, names[0], a, u, i, slot)
@@ -79,10 +79,10 @@ def _write_one_of(
 
 
 def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
-    """Fill slot i (0 or 1) of the pair in the layout `name`.
+    """Fill slot i (0 or 1) of a pair, in the gate layout `name`.
 
     Args:
-        a, u: columns of both halves, converted to the slot's dtype.
+        a, u: the thread's registers of the chunk's columns of a and u, converted to the slot's dtype.
         slot: the slot's index.
     """
     half = cute.size(a) // 2

@@ -1,9 +1,13 @@
-"""Epilogues of a gated FC1 of transposed weights, whose tile has the columns of a and u in memory's order.
+"""Epilogues of a gated FC1 with transposed weights: a tile's columns of a and u alternate as they do in memory.
 
-Loads copy runs of 16 bytes of a row, so they cannot separate columns of a and u that alternate. But a thread's
-accumulators (fragments.py) hold both columns of each of its outputs: registers 2 i and 2 i + 1 if a and u are
-neighbours; registers 16 apart if 32 columns of a come before 32 of u. Biases and preactivations are in the order of the
-columns, too.
+The columns of a and u are columns of the transposed weight. Its loads copy runs of 16 bytes, so they cannot separate
+columns that alternate. But a thread's accumulators (fragments.py) hold both a and u of each of its outputs:
+
+    layout         columns in memory                     registers of a and u
+    interleaved    a and u take turns                    neighbours, 2 i and 2 i + 1
+    interleaved32  32 columns of a, then 32 of u, ...    16 apart
+
+Biases and preactivations lie in memory in the same order, so they need no exchange.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from .slots import narrowed
 
 BLOCK_REGS = ROWS * BLOCK_ROWS // THREADS
 QUAD = 4
-# Selectors of `prmt`, which numbers the bytes of its first word 0 to 3 and of its second 4 to 7. They take the lower
-# (LOWER) or the upper half of both words; the first word's half goes below, in the second selector above.
+# Selectors of `prmt`, which numbers the bytes of its first word 0 to 3 and of its second 4 to 7. The result is made of
+# the lower (LOWER) or the upper (UPPER) halves of both words. With the first selector of a pair the first word's half
+# becomes the lower half of the result, with the second selector its upper half.
 LOWER, UPPER = (0x5410, 0x1054), (0x7632, 0x3276)
 
 
 class BlocksEpilogue(ActivationEpilogue):
-    """Epilogue for layout "interleaved32". A thread has a and u of its outputs, and the outputs are in the order of
-    accumulators."""
+    """Epilogue for layout "interleaved32". A thread's outputs are already in the order of accumulators."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -40,8 +44,8 @@ class BlocksEpilogue(ActivationEpilogue):
 
 
 class NeighboursEpilogue(ActivationEpilogue):
-    """Epilogue for layout "interleaved". A thread has one of each 4 neighbouring outputs of a row, so the four lanes of
-    a quad exchange outputs, in 16 bits."""
+    """Epilogue for layout "interleaved". A thread has one of each 4 neighbouring outputs of a row, but the order of
+    accumulators needs two neighbours, so the four lanes of a quad exchange outputs, in 16 bits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -60,12 +64,21 @@ class NeighboursEpilogue(ActivationEpilogue):
 
 @cute.jit
 def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Return a quad's 16-bit outputs in the order of accumulators; its four lanes exchange them.
+    """Return the thread's 16-bit outputs of a chunk in the order of accumulators (fragments.py); the four lanes of a
+    quad exchange outputs for it.
 
-    A thread's output 2 j + row, where row is 0 or 1, is in column 4 j + lane % 4; a word holds both rows of a column.
-    For each 8 columns a thread needs the two columns from 2 (lane % 4) on, and has one of the first four and one of the
-    last four. In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 receive from lanes 0, 2, 1,
-    3, then from lanes 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
+    Before: with q = lane % 4, output 2 j + r of a thread is in column 4 j + q of its row r (0 or 1), so word j holds
+    column 4 j + q of both rows. After: of each 8 columns a thread has columns 2 q and 2 q + 1, a word for each row. The
+    exchange takes two rounds; in each, a lane sends one of its two words of the 8 columns:
+
+        q    has columns    needs columns    round 1, from lane    round 2, from lane
+        0    0, 4           0, 1             column 0, lane 0      column 1, lane 1
+        1    1, 5           2, 3             column 2, lane 2      column 3, lane 3
+        2    2, 6           4, 5             column 5, lane 1      column 4, lane 0
+        3    3, 7           6, 7             column 7, lane 3      column 6, lane 2
+
+    `prmt` then joins the halves of the two received words by rows. 64 columns take 16 shuffles, 16 `prmt` and 16
+    selects a thread.
     """
     result = cute.make_rmem_tensor(cute.size(outputs), outputs.element_type)
     words, wanted = cute.recast_tensor(outputs, Int32), cute.recast_tensor(result, Int32)
@@ -85,5 +98,5 @@ NATURAL_EPILOGUES: dict[str, type[ActivationEpilogue]] = {
     "interleaved": NeighboursEpilogue,
     "interleaved32": BlocksEpilogue,
 }
-"""Epilogues for transposed weights, by gate layout. "concat" needs none of them: its a and u are loaded as two boxes of
-columns."""
+"""Epilogues for transposed weights, by gate layout. Layout "concat" has no entry, since its columns of a and of u are
+loaded as two boxes, so ActivationEpilogue serves it."""

@@ -1,8 +1,10 @@
-"""Preactivations in the backward: they are loaded into slots, overwritten by their gradients, and stored from there.
+"""Preactivations in the backward: they are loaded into slots of shared memory, overwritten there by their gradients,
+and stored.
 
-A chunk of 64 x 64 outputs has a pair of slots for its preactivations (one slot without a gate), in memory's layout. The
-gradient of an element takes the element's place, so a warpgroup reads the pair piece by piece (16 columns), overwrites
-each piece, and stores the pair. Registers never hold all of a chunk's preactivations or gradients.
+A chunk of 64 x 64 outputs has a pair of slots for its preactivations (one slot without a gate), whose columns are in
+the order of global memory. The gradient of an element takes the element's place, so a warpgroup reads the pair piece by
+piece (16 columns), overwrites each piece, and stores the pair. Registers never hold all of a chunk's preactivations or
+gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ PIECE_REGS = 8
 
 
 class PreactLayout(Invariant):
-    """Order of the columns of a and u.
+    """The order of the columns of a and u in a preactivation [T, 2I], and in a chunk's slots.
 
     Attributes:
         name: a gate layout, or "single" without a gate.
@@ -37,7 +39,8 @@ class PreactLayout(Invariant):
         self.slots = 2 if gated else 1
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """Return the view through which preactivations, or their gradients, are loaded and stored."""
+        """Return the view of preactivations (or their gradients) for loads and stores: (T, I, half) in layout "concat",
+        else `tensor` itself."""
         return halves(tensor) if self.name == "concat" else tensor
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
@@ -56,8 +59,8 @@ class PreactLayout(Invariant):
 
 
 class PreactPair(Invariant):
-    """A thread's access to the slots of chunks. Within a piece of 16 columns, its registers are in the order of
-    accumulators (fragments.py).
+    """A thread's access to the slots that hold a chunk's preactivations. Within a piece of 16 columns, its registers
+    are in the order of accumulators (fragments.py).
 
     Attributes:
         ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`;
@@ -90,7 +93,7 @@ class PreactPair(Invariant):
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
-        """Overwrite the elements that `read` returned by their gradients `parts`."""
+        """Overwrite the elements that `read` returned for the same piece with their gradients `parts`."""
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
                 quad = cute.make_rmem_tensor(4, self.dtype)

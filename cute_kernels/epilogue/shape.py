@@ -109,9 +109,8 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
-        """Make the pipeline of loads into slots, if the epilogue has such loads. staging: all slots of the CTA.
-
-        Called by all threads before the warps take their roles.
+        """Make the pipeline of loads into slots; called by all threads before the warps take their roles, and only if
+        `EpilogueShape.load_barriers` is not 0. staging: all slots of the CTA.
         """
         raise NotImplementedError
 
@@ -125,7 +124,7 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
-        """Make the state that one warpgroup keeps.
+        """Make the run-time state of one warpgroup's epilogue, which `begin` and `finish` take.
 
         Args:
             inputs: the epilogue's run-time inputs.
@@ -136,13 +135,14 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def begin(self, state: Any, work: WorkTile, share: TileShare) -> Any:
-        """Start to fetch a tile's inputs before its MMAs, which hide the latency. The result is the `prefetched` of
-        `finish`.
+        """Start to fetch a tile's inputs (biases, scales) before its MMAs, which hide the latency. Return what `finish`
+        takes as `prefetched`.
         """
         raise NotImplementedError
 
     def finish(
         self, state: Any, acc: cute.Tensor, prefetched: Any, stores: Any, work: WorkTile, share: TileShare
     ) -> Any:  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores. prefetched: the result of `begin`."""
+        """Turn a warpgroup's accumulators of a tile into results, and start to store them. prefetched: the result of
+        `begin`."""
         raise NotImplementedError

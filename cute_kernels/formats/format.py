@@ -31,8 +31,8 @@ class Format:
         copies: how many equal copies of each block's scale memory holds, one after the other.
         has_global: float32 global scales multiply all scales: one for all experts, one for each expert, or one for each
             half of an expert.
-        row_binades: for formats whose rows have a power-of-two scale besides their blocks: how many powers of two the
-            scales of a row's blocks may be apart. 0: rows have no such scale.
+        row_binades: for formats in which each row has a power-of-two scale besides the scales of its blocks: how many
+            powers of two the scales of a row's blocks may be apart. 0: rows have no such scale.
         rows: neighbouring rows that share a scale; the last group of rows may be smaller.
         whole: True if a row consists of whole blocks, False if its last block may be shorter.
         holds: for 16-bit elements, the format to whose values they are rounded; None: any values.
@@ -64,8 +64,8 @@ class Format:
         return WORD if self.bits < 8 else self.element or own
 
     def columns(self, letter: str) -> str:
-        """Return the last dimension of the tensor of elements, as text of a signature: `letter`, or `letter/8` if a
-        word holds eight elements. letter: the dimension name for the elements of a row."""
+        """Return the name, in a signature's shape, of the last dimension of the tensor of elements: `letter`, or
+        `letter/8` if a word holds eight elements. letter: the name for the number of elements of a row."""
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
     def num_bytes(self, elements: Any) -> Any:

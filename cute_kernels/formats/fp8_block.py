@@ -11,6 +11,6 @@ from dataclasses import replace
 from .format import E4M3, FLOAT32, Format
 
 FP8_ROWS = Format("fp8block", E4M3, FLOAT32, block=128, whole=False)
-"""Rows of x."""
+"""Rows of x: a scale for each 128 elements of a row."""
 FP8_BLOCK = replace(FP8_ROWS, rows=128)
-"""Weights."""
+"""Weights: a scale for each block of 128 x 128."""

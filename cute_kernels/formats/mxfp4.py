@@ -8,5 +8,5 @@ from .format import E2M1, E8M0, Format
 
 MXFP4 = Format("mxfp4", E2M1, E8M0, block=32)
 MXFP4_ROWS = replace(MXFP4, row_binades=12)
-"""Weights of FP8 MMAs, whose rows also have a power of two each. An element times its block's scale, divided by its
-row's power of two, is an E4M3 number (decoding/rows_in_fp8.py)."""
+"""Weights that kernels decode for FP8 MMAs: each weight row also has a power of two. An element times its block's
+scale, divided by its row's power of two, is an E4M3 number (decoding/rows_in_fp8.py)."""

@@ -1,4 +1,4 @@
-"""Operands of GEMMs: the formats of rows and of weights that kernels multiply together."""
+"""Operands of GEMMs: the formats of x and of weights that kernels multiply together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Operands:
     """The formats that a GEMM reads and stores.
 
     Attributes:
-        x: the format of the rows.
+        x: the format of the rows of x.
         w: the format of the weights.
         act: the format of the activation that a fused FC1 stores.
         prefix: the prefix of these operands in names of functions.
@@ -67,7 +67,7 @@ class Operands:
 
 
 def weight_only(weights: Format) -> Operands:
-    """Make the operands of 16-bit rows and weights in a format that kernels decode to 16 bits."""
+    """Make the operands of 16-bit x and weights in a format that kernels decode to 16 bits."""
     return Operands(DENSE, weights, DENSE, f"{weights.name}w_")
 
 
@@ -89,8 +89,8 @@ DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)
 
 
 def next_operands(name: str) -> str:
-    """Return the name of FC2's operands if FC1 has the operands `name`: FC2's rows have the format of the activation
-    that FC1 stores, and its weights the format of FC1's weights."""
+    """Return the name of FC2's operands if FC1 has the operands `name`: FC2's x has the format of the activation that
+    FC1 stores, and its weights the format of FC1's weights."""
     made = OPERANDS[name]
     reads = (other for other, row in OPERANDS.items() if (row.x, row.w) == (made.act.stored, made.w))
     return next(reads)

@@ -1,8 +1,8 @@
-"""The launch of grouped_dglu in 16 bits: (dpreact, act, parts of d_row_scale) = grouped_dglu(x, w, preact).
+"""The launch of grouped_dglu in 16 bits: (dpreact, act, partials) = grouped_dglu(x, w, preact).
 
 x [T, H] is the gradient of FC2's result, w is FC2's weight w2, preact is the preactivation that FC1 saved. `partials`
-receives float32 [tiles of columns, T], whose sum over tiles is the gradient of the row scale. FC2 contracts over I and
-this GEMM over H, so the GEMM transposes w exactly if FC2 does not (`spec.transpose_w`).
+is float32 [tiles of columns, T], whose sum over tiles is the gradient of the row scale. FC2 contracts over I and this
+GEMM over H, so the GEMM transposes w exactly if FC2 does not (`spec.transpose_w`).
 """
 
 from typing import Any
@@ -49,7 +49,8 @@ class Dglu:
 
 
 class DgluAdapted(Dglu):
-    """The launch of a grouped_dglu with adapters: the GEMM also contracts low [T, r] with the matrices at `low_w`."""
+    """The launch of a grouped_dglu with LoRA adapters: the GEMM also adds low [T, r] times the experts' matrices at
+    `low_w`."""
 
     @cute.jit
     def __call__(

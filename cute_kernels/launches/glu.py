@@ -73,8 +73,8 @@ class GluPreact(Glu):
 
 
 class GluPreactAdapted(Glu):
-    """The launch of a grouped_glu with adapters, which also stores the preactivation: the GEMM also contracts low
-    [T, r] with the matrices at `low_w`."""
+    """The launch of a grouped_glu with LoRA adapters, which also stores the preactivation. The GEMM adds low [T, r]
+    times the experts' matrices at `low_w`."""
 
     @cute.jit
     def __call__(

@@ -51,7 +51,8 @@ class MmInHalves(Mm):
 
 
 class MmAdapted(Mm):
-    """The launch of a grouped_mm with adapters: the GEMM also contracts low [T, r] with the matrices at `low_w`."""
+    """The launch of a grouped_mm with LoRA adapters: the GEMM also adds low [T, r] times the experts' matrices at
+    `low_w`."""
 
     @cute.jit
     def __call__(

@@ -1,4 +1,5 @@
-"""The last kernel of a backward: adds the tiles' parts of row sums, and zeroes the rows that belong to no expert."""
+"""The last kernel of a backward: adds the tiles' partial sums of the row scale's gradient, and zeroes the rows of dx
+and of that gradient that belong to no expert."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B ha
 
 
 class RowSums(NamedTuple):
-    """Sums for each row.
+    """The gradient of the row scale: a sum of partial sums for each row.
 
     Attributes:
-        result: the address of the float32 [T] to write; 0: not wanted.
-        parts: the address of the float32 [num_parts, T] to add.
-        num_parts: number of parts.
+        result: the address of float32 [T], the sums to write; 0: not wanted.
+        parts: the address of float32 [num_parts, T], the partial sums of each tile of columns.
+        num_parts: number of partial sums of a row.
     """
 
     result: Int64
@@ -38,7 +39,7 @@ class RowSums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A 16-bit matrix.
+    """A 16-bit matrix whose rows after the last group are zeroed (dx).
 
     Attributes:
         address: its address.
@@ -52,12 +53,12 @@ class Rows(NamedTuple):
 
 
 class FinishBackward(Invariant):
-    """Kernel that adds the parts of row sums in a fixed order, and zeroes a 16-bit matrix and the sums after the last
-    group.
+    """Kernel that adds each row's partial sums in a fixed order, and zeroes the sums and the rows of a 16-bit matrix
+    after the last group.
 
-    It follows the kernels that make the parts and the matrix, and starts while they drain. They write none of the
-    memory that this kernel writes. Zeros are written first, since the parts are complete only when those kernels have
-    ended.
+    It follows the kernels that make the partial sums and the matrix, and starts while they drain. They write none of
+    the memory that this kernel writes. Zeros are written first, since the partial sums are complete only when those
+    kernels have ended.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -91,9 +92,9 @@ class FinishBackward(Invariant):
 
     @cute.jit
     def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
-        """Zero rows `first`, first + number of warps in the grid, ... below `num_rows`, one row a warp.
+        """Zero the matrix's rows `first`, first + number of warps in the grid, ... below `num_rows`: this warp's share.
 
-        blocks: number of CTAs.
+        blocks: number of CTAs of the grid.
         """
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)

@@ -31,7 +31,7 @@ WARPS = THREADS // 32
 
 
 class _Gate(Invariant):
-    """Base of kernels with a CTA for each row."""
+    """Base of the forward and backward kernels, which have a CTA for each row of act."""
 
     kernel: Any
 
@@ -45,7 +45,8 @@ class _Gate(Invariant):
         self.kernel(*arguments).launch(grid=(tokens, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:
-        """Return the positions, in a row of h, of the two vectors that hold a and u for vector number `vector` of act.
+        """Return the positions, in a row of the preactivation h, of the two vectors that hold a and u for vector number
+        `vector` of act.
 
         Positions and `vectors` (the length of a row of act) count vectors. In layout "interleaved" both vectors hold a
         and u in turns (see `_halves`).
@@ -58,7 +59,7 @@ class _Gate(Invariant):
         return first, second
 
     def _halves(self, first: cute.Tensor, second: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return a and u from two loaded vectors of h.
+        """Return vectors of a and of u, made from two loaded vectors of the preactivation h.
 
         In layout "interleaved" (`is_mixed`), a is the even and u the odd elements of both vectors; otherwise a is the
         first vector and u the second.
@@ -71,7 +72,8 @@ class _Gate(Invariant):
         return a, u
 
     def _in_turns(self, a: cute.Tensor, u: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return the two vectors of h to store from a and u; the inverse of `_halves`."""
+        """Return the two vectors of the preactivation's gradient to store, made from the gradients of a and u; the
+        inverse of `_halves`."""
         first, second = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         turns = [(a, u)[i % 2][i // 2] for i in range(2 * self.count)]
         for i in range(self.count):
@@ -90,7 +92,7 @@ class _Gate(Invariant):
 
 
 class Gate(_Gate):
-    """Kernel that makes act; row_scale 0: rows are not scaled. width: I."""
+    """Forward kernel: makes act from the preactivation. row_scale 0: rows are not scaled. width: I."""
 
     @cute.jit
     def __call__(
@@ -127,7 +129,8 @@ class Gate(_Gate):
 
 
 class GateBackward(_Gate):
-    """Kernel that makes dpreact and, if d_row_scale is not 0, d_s. width: I."""
+    """Backward kernel: makes dpreact and, if the address d_row_scale is not 0, the row scale's gradient d_s. width:
+    I."""
 
     @cute.jit
     def __call__(

@@ -1,4 +1,4 @@
-"""The table of kernels around a layer's experts.
+"""KERNELS, the table of the kernels around a layer's experts, with their arguments.
 
 A choice is a pair (token n, j-th of its k experts). Arguments are addresses of tensors (0: not given), sizes, and:
 
@@ -46,7 +46,7 @@ _BACK = "sum_rows weight_places handle regions state"
 def _routing(
     arguments: Signature | None = None, module: str = "", dtypes: Sequence[str] = ANY, ships: Sequence[str] = ()
 ) -> Kernel:
-    """Make the table row of a routing kernel, which is compiled for each of CAPACITIES."""
+    """Make the entry of KERNELS for a routing kernel, which is compiled for each of CAPACITIES."""
     return Kernel(arguments, module, dtypes, ships, is_sized=True)
 
 
@@ -102,5 +102,5 @@ KERNELS: dict[str, Kernel] = {
     "row_weights_backward": Kernel(numbers("d_rows row_of d_weights", "tokens k bound"), "layer.rows", ships=ANY),
 }
 RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module == "ranks.send")
-"""Names of the kernels that send to other ranks of the same host: send_tokens, which moves bytes of any dtype, and
+"""Names of the kernels that write to other ranks of the same host: send_tokens, which moves bytes of any dtype, and
 send_sums."""

@@ -30,8 +30,8 @@ UNROLL = 4  # vectors of 16 bytes of an expert's row that a thread loads at once
 
 
 class Logits(Invariant):
-    """Kernel for logits[n, e] = sum over h of x[n, h] weight[e, h] + bias[e]. x has the spec's dtype, the weight the
-    same or float32 (`weight_form`). width: H."""
+    """Kernel for logits[n, e] = bias[e] + sum over h of x[n, h] weight[e, h]. x has the spec's dtype, the weight the
+    same dtype or float32 (`weight_form`). width: H."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name

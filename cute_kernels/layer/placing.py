@@ -6,7 +6,8 @@ of each warp: the sum of the counts of lower experts, and of this expert in earl
 each warp goes through its run again, 32 choices at a time, and lanes with the same expert take that expert's next rows
 in order.
 
-The counts of all chunks, [chunks, E], are made by the kernel before. A single chunk needs no such counts.
+The counts of all chunks, [chunks, E], come from the kernel before ("count" or "choose" in route.py). A single chunk
+needs only its own counts.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def counters_of(capacity: int) -> int:
 
 
 class Placer(Invariant):
-    """Counting sort of a CTA's chunk, choices `begin` .. `end` - 1. Call `count`, then `leave_counts` or `place`.
+    """Counting sort, by expert, of a CTA's chunk, choices `begin` .. `end` - 1. Call `count`, then `leave_counts` or
+    `place`.
 
     Attributes:
         capacity: the most experts.
@@ -181,7 +183,7 @@ class Placer(Invariant):
 
     @cute.jit
     def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
-        """Write all results for the choices of the CTA's chunk; called after `count`.
+        """Write the rows of the CTA's chunk of choices to all tensors of `results`; called after `count`.
 
         counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
         """

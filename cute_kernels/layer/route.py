@@ -55,7 +55,7 @@ class _Chunks(Invariant):
 
 
 class Choose(_Chunks):
-    """Kernel that chooses experts.
+    """Kernel that chooses each token's experts and weights from its logits.
 
     workspace: the address of all chunks' counts; 0: there is only one chunk, and this kernel also places its rows.
     """
@@ -126,7 +126,10 @@ class Count(_Chunks):
 
 
 class Place(_Chunks):
-    """Kernel that writes the rows. workspace: the address of all chunks' counts; 0: there is one chunk."""
+    """Kernel that places choices: writes each choice's row, each row's token and weight, and the groups' ends.
+
+    workspace: the address of all chunks' counts; 0: there is one chunk.
+    """
 
     @cute.jit
     def __call__(

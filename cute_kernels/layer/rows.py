@@ -34,7 +34,7 @@ UNROLL = 4  # rows that a thread loads at once: with 8, registers leave an SM 90
 
 
 class _Rows(Invariant):
-    """Base of kernels with a thread for each 16 bytes of each token."""
+    """Base of permute's and combine's kernels, which have a thread for each 16 bytes of each token."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
@@ -65,7 +65,8 @@ class _Rows(Invariant):
 
 
 class Combine(_Rows):
-    """Kernel of combine. residual 0: nothing is added. bound: rows of y."""
+    """Kernel of combine: out[n] = residual[n] + sum over j of y[row_of[n, j]]. residual 0: the sum alone. bound: number
+    of rows of y."""
 
     @cute.jit
     def __call__(
@@ -106,7 +107,7 @@ class Combine(_Rows):
 
 
 class Permute(_Rows):
-    """Kernel of permute; `out` has N k rows."""
+    """Kernel of permute: out[row_of[n, j]] = x[n]. `out` has N k rows."""
 
     @cute.jit
     def __call__(
@@ -133,9 +134,10 @@ class Permute(_Rows):
 
 
 class RowWeightsBackward(Invariant):
-    """Kernel for the gradient of the choices' weights: d_weights[n, j] = d_rows[row_of[n, j]], 0 without a row.
+    """Kernel for the gradient of the choices' weights: d_weights[n, j] = d_rows[row_of[n, j]], or 0 if the choice has
+    no row.
 
-    d_rows: float32, the gradient of each row's weight.
+    d_rows: float32, the gradient of each row's weight. bound: its number of rows.
     """
 
     def __init__(self, spec: LayerSpec):

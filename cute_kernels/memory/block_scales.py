@@ -1,11 +1,12 @@
 """Layout of the float32 scales of weights' blocks of 128 x 128: [E, grid rows, ceil(K / 128)].
 
-A weight row's scales are in grid row (weight row) / 128. In layout "concat" each half of a gated layer has its own
-grid, one after the other: row i of half h has its scales in grid row h ceil(I / 128) + i / 128. If I is a multiple of
-128, this is the same grid; otherwise it keeps the rows of the two halves in different blocks.
+A grid row holds the scales of 128 weight rows: weight row r has its scales in grid row r / 128. In layout "concat" each
+half (of I weight rows) of a gated layer has its own grid, one after the other: row i of half h has its scales in grid
+row h ceil(I / 128) + i / 128. If I is a multiple of 128, this is the same grid; otherwise it keeps the rows of the two
+halves in different blocks.
 
-So 64 columns of a half, from a multiple of 64 on, have one grid row in every layout: in interleaved layouts they are 64
-of the 128 weight rows of one block.
+So in every layout, rows i to i + 63 of a half have one grid row if i is a multiple of 64: in interleaved layouts they
+are 64 of the 128 weight rows of one block.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class BlockGrid(NamedTuple):
     """The scales of all experts.
 
     Attributes:
-        address: the first expert's scales.
-        rows: grid rows of an expert.
-        half: grid rows of one half in layout "concat".
-        blocks: scales of a grid row.
+        address: the address of the first expert's scales.
+        rows: number of grid rows of an expert.
+        half: number of grid rows of one half in layout "concat".
+        blocks: number of scales of a grid row.
     """
 
     address: Int64
@@ -69,8 +70,8 @@ def block_grid(
 
 
 def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: int, half: Int32) -> Int32:
-    """Return the grid row (which holds the scales of 128 weight rows) of a column of part 0 (a) or 1 (u), each of which
-    has `half` columns."""
+    """Return the grid row (which holds the scales of 128 weight rows) for output column `column` of part 0 (a) or 1
+    (u). half: columns of each part."""
     own = part * grid.half + column // BLOCK
     return _chosen(in_concat(layout, gate), own, row_of(layout, gate, column, part, half) // BLOCK)
 

@@ -24,6 +24,7 @@ def num_boxes(tile: TileConfig, work: WorkTile) -> Int32:
 
 
 def acquire(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, num_bytes: Int32) -> None:
-    """Wait for an empty stage, and let its full barrier expect `num_bytes` bytes, a run-time value."""
+    """Wait until the stage of `state` is empty, then let its full barrier expect `num_bytes` bytes, which may be a
+    run-time value."""
     stages.sync_object_empty.wait(state.index, state.phase)
     stages.sync_object_full.arrive_and_expect_tx(state.index, num_bytes)

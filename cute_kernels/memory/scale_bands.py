@@ -1,8 +1,8 @@
 """Layout of the E8M0 scales of a matrix's columns, in bands of 128 rows; a group's first band begins at its first row.
 
 A scale is for 32 rows of a column. A column's four scales in a band are a word, and the words of 128 columns are an
-atom of 512 bytes (PTX ISA, "Scale factor layout"). For each 128 columns, memory has a row of atoms, one for each place.
-Band number k of group e, whose rows begin at `begin`, has place
+atom of 512 bytes (PTX ISA, "Scale factor layout"). For each 128 columns, memory has a sequence of places for atoms.
+Band number k of group e, whose rows begin at row `begin`, has its atom at place number
 
     begin / 128 + e + k
 
@@ -35,8 +35,8 @@ class ScaleBands(NamedTuple):
     count: Int32
 
     def atom(self, columns: Int32, begin: Int32, group: Int32, band: Int32) -> cute.Tensor:
-        """Return the 512 bytes of an atom: columns from 128 * `columns` on, in band number `band` of group `group`,
-        which begins at row `begin`."""
+        """Return a view of the 512 bytes of an atom: the scales of 128 columns, from 128 * `columns` on, in band number
+        `band` of group `group`, whose rows begin at row `begin`."""
         place = columns * self.count + first_place(begin, group) + band
         pointer = cute.make_ptr(
             Uint8, self.address + Int64(place) * ATOM_BYTES, cute.AddressSpace.gmem, assumed_align=16
@@ -45,10 +45,10 @@ class ScaleBands(NamedTuple):
 
 
 def first_place(begin: Int32, group: Int32) -> Int32:
-    """Return the place of the first band of a group, which begins at row `begin`."""
+    """Return the number of the place of a group's first band. begin: the group's first row."""
     return begin // BAND_ROWS + group
 
 
 def num_places(rows: Int32, groups: Int32) -> Int32:
-    """Return the number of places that `groups` groups need, which have `rows` rows together."""
+    """Return how many places for bands are enough for `groups` groups with `rows` rows in all."""
     return rows // BAND_ROWS + groups

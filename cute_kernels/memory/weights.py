@@ -46,12 +46,14 @@ LINE_BYTES = 128
 
 
 class ExpertAddress(NamedTuple):
-    """Offsets of experts from the descriptor's base, in units of 16 bytes.
+    """Offsets of experts' weights in units of 16 bytes, from the base address of the tensor that `weight_view` returns
+    (the base of its TMA descriptor, if there is one).
 
     Attributes:
-        table: the address of int64 [E], an offset for each expert; 0: weights are packed.
-        expert_units: from a packed expert to the next.
-        part_units: from the first part to the second; negative if the second part is a tensor at a lower address.
+        table: the address of int64 [E], the offset of each expert; 0: weights are packed, at equal distances.
+        expert_units: the distance from one packed expert to the next.
+        part_units: the distance from an expert's first part (a, the activated half of a gated layer) to its second part
+            (u, the linear half); negative if u is a tensor of its own at a lower address.
     """
 
     table: Int64
@@ -62,7 +64,8 @@ class ExpertAddress(NamedTuple):
 class GateRows(NamedTuple):
     """The order of a gated layer's weight rows, known at run time.
 
-    Row i of half h is weight row i % 32 * step + i / 32 * block + h * half.
+    Row i of half h (0: a, the activated half; 1: u, the linear half) is weight row
+    i % 32 * step + i / 32 * block + h * half.
 
     Attributes:
         layout: the layout's number in specs.LAYOUTS.
@@ -80,7 +83,7 @@ NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
 
 
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
-    """Make the order of an expert's weight rows.
+    """Make the description of the order of an expert's weight rows.
 
     Args:
         layout: the layout's number in specs.LAYOUTS.
@@ -99,11 +102,11 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """Make the tensor of an adapter's packed matrices, which multiply low [T, r]: [E, width, r], or [E, r, width] if
-    transposed.
+    """Make the tensor b of a LoRA adapter's packed matrices, by which low [T, r] is multiplied: low b_e^T with b
+    [E, width, r] or, if transposed, low b_e with b [E, r, width].
 
-    address: the address of the first matrix. The tensor's first dimension has size 1, since kernels address experts by
-        offsets.
+    address: the address of the first matrix. The tensor's first dimension has size 1 instead of E, since kernels
+        address experts by offsets.
     """
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
@@ -122,15 +125,17 @@ def weight_view(
     w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
     transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE, up: Int64 | None = None,
 ):  # fmt: skip
-    """Return w [E, N, K] as (tensor (n, k, lo, hi), ExpertAddress), with n and k named as the MMA sees them.
+    """Return a view (n, k, lo, hi) of one part of w [E, N, K], and its ExpertAddress. n counts columns of the GEMM's
+    result, k the contraction; (lo, hi) is the offset of an expert and part (see the top of this file).
 
     Args:
-        table: the address of experts' offsets, see `ExpertAddress`.
+        table: the address of experts' offsets, see `ExpertAddress`; 0: w is packed.
         parts: 2 for a gated layer, else 1.
         layout: a key of specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which.
         transposed: the GEMM contracts over w's rows, so n is w's last dimension and k its rows. With two parts, these
             are the halves of "concat"; columns of the other layouts stay in memory's order.
-        up: the address of the second part, a tensor like w, which is then the first part; 0 or None: w has both parts.
+        up: the address of the second part, if it is a tensor of its own, like w; w is then the first part. 0 or None: w
+            has all parts.
     """
     _, rows, cols = w.shape
     row_stride = Int64(cols)
@@ -169,7 +174,7 @@ def weight_view(
 
 @cute.jit
 def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
-    """Return an expert's offset from the descriptor's base, in units of 16 bytes."""
+    """Return the offset of an expert's weights in units of 16 bytes; `ExpertAddress` says from where."""
     units = expert * address.expert_units
     if address.table != 0:
         units = vector_at(Int64, address.table)[expert]
@@ -182,11 +187,12 @@ def part_offset(address: ExpertAddress, part: int) -> Int64:
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
-    """Return the weight row of a column of part 0 (a) or 1 (u) of a gated layer.
+    """Return the index of the weight row that gives column `column` of part 0 (a) or 1 (u) of a gated layer's
+    preactivation.
 
     Args:
         layout, gate: as in `weight_view`.
-        half: number of columns of a part.
+        half: columns of each part.
     """
     if layout not in LAYOUTS:
         return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half

@@ -1,4 +1,5 @@
-"""The weighted sum of a token's n streams, out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and its gradients.
+"""The weighted sum of a token's n residual streams, out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and its
+gradients.
 
 Memory bounds both kernels; a thread handles 16 bytes (a vector) of each of the n streams. Forward spreads all pairs
 (token, vector) evenly over threads, since a token's vectors do not depend on each other. Backward gives a token to a
@@ -25,7 +26,7 @@ BACKWARD_THREADS = 128
 
 
 class Aggregate(Invariant):
-    """Forward kernel for n streams x [T, n, C] of `dtype`.
+    """Forward kernel: the weighted sum [T, C] of n streams x [T, n, C] of `dtype`.
 
     Args:
         forms: the dtype of h_pre (`dtypes.PARAM_FORMS`).

@@ -14,7 +14,7 @@ from ..device.vectors import VECTOR_BYTES, shared_at
 
 
 class AsyncCopy(Invariant):
-    """Copies of 2 or 4 32-bit words each.
+    """Asynchronous copies of 2 or 4 32-bit words each, started with `start`.
 
     `commit` closes a group of the thread's copies; groups complete in order.
 
@@ -47,7 +47,8 @@ class AsyncCopy(Invariant):
 
 @cute.jit
 def stage_before(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
-    """Return the stage before a stage, around a ring of `stages` stages. It is filled while `stage` is used."""
+    """Return the index of the stage before `stage` in a ring of `stages` stages. The pipelines fill it while `stage` is
+    used."""
     before = stage - 1
     if stage == 0:
         before = Int32(stages - 1)
@@ -56,7 +57,7 @@ def stage_before(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
 
 @cute.jit
 def stage_after(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
-    """Return the stage after a stage, around a ring of `stages` stages."""
+    """Return the index of the stage after `stage` in a ring of `stages` stages."""
     after = stage + 1
     if after == stages:
         after = Int32(0)

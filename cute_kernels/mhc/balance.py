@@ -1,8 +1,8 @@
-"""Sinkhorn normalisation of an n x n matrix in DeepSeek-V4.1's order: softmax of each row, + eps; divide columns by
-their sums + eps; then rows and columns in turns.
+"""Sinkhorn normalisation of n x n matrices by a warp, in DeepSeek-V4.1's order: softmax of each row, + eps; divide
+columns by their sums + eps; then rows and columns in turns.
 
-Each lane of a warp holds one element. Lanes from n^2 on hold copies of the elements, so that all lanes take part in the
-shuffles.
+Each lane holds one element. n is a power of two with n^2 <= 32. Each group of n^2 neighbouring lanes holds a matrix,
+either each its own or all copies of one, so that all lanes take part in the shuffles.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from ..device.invariant import Invariant
 
 
 def total(value: Float32, distances: tuple[int, ...]) -> Float32:
-    """Return the sum of `value` over all lanes whose index differs only in the bits `distances`.
+    """Return the sum of `value` over this lane and all lanes whose index differs from its index only in bits of
+    `distances` (powers of two).
 
-    All of these lanes get the same bits.
+    All of these lanes get the same result, bit by bit.
     """
     for distance in distances:
         value = value + cute.arch.shuffle_sync_bfly(value, distance)
@@ -25,7 +26,7 @@ def total(value: Float32, distances: tuple[int, ...]) -> Float32:
 
 
 class Balance(Invariant):
-    """Forward and backward for one matrix a warp.
+    """Forward and backward of Sinkhorn normalisation for n x n matrices that a warp holds, one element a lane.
 
     Attributes:
         rows: bits of the lane index in which the elements of one row differ.
@@ -54,7 +55,8 @@ class Balance(Invariant):
 
     @cute.jit
     def forward(self, logit: Float32, iters: Int32, eps: Float32) -> Float32:
-        """Return the lane's element of the normalised matrix. iters: how often columns are normalised."""
+        """Return the lane's element of the normalised matrix, from its logit. iters: how often columns are
+        normalised."""
         m = self.step(self.softmax(logit) + eps, self.columns, eps)
         for _ in cutlass.range(iters - 1):
             m = self.step(self.step(m, self.rows, eps), self.columns, eps)
@@ -65,12 +67,12 @@ class Balance(Invariant):
         """Return the gradient of the lane's logit.
 
         With H = gradient * M, elementwise, a step M' = M / (sum M + eps) of forward means H = H' - M' sum H' in
-        backward.
+        backward; sums are over a row or column.
 
         Args:
             d: the gradient of the lane's element of the result.
-            steps: float32 [iters, 2, 32] in shared memory, used by this warp alone: each lane's element after each
-                step.
+            steps: float32 [iters, 2, 32] in shared memory, for this warp alone. Overwritten with each lane's element
+                after each step of forward, which this computes again.
         """
         lane = cute.arch.lane_idx()
         shares = self.softmax(logit)

@@ -1,4 +1,5 @@
-"""The boundary between two sublayers, from the output y of one to the input x of the next, in one read of the streams.
+"""The boundary between two sublayers, from the output y of one to the input x of the next, in one read of the residual
+streams.
 
     update      streams'_j = post_j y + sum over i of comb_ij streams_i
     mix         u = sum over j of pre_j streams'_j;  x = RMS norm of u
@@ -61,14 +62,15 @@ LANES_PER_ROW = 4  # of an operand
 
 
 class Given(NamedTuple):
-    """Addresses, and sizes T and D.
+    """Addresses of what the first kernel reads and of its two matrices of results, and the sizes T and D.
 
     Attributes:
         y: [T, D]; 0: the streams are not updated.
         streams: [T, n, D].
         pre, post, comb: float32 coefficients [T, n], [T, n], [T, n, n].
-        updated: the updated streams, a result.
-        u: the mix [T, D], a result.
+        updated: the result streams' [T, n, D].
+        u: the result u [T, D], the mix of streams'.
+        tokens, width: T and D.
     """
 
     y: Int64
@@ -86,12 +88,14 @@ class Boundary(Invariant):
     """Host function and first kernel of the boundary's forward. Results: the updated streams, x, and the coefficients
     new_pre, new_post and new_comb.
 
-    x: 0: not wanted in 16 bits.
-    x_data, x_scale: x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted. x_block: the columns that share a
-        scale, 32 or 128; 128: each scale is stored four times.
-    stats: float32 [T, K + 2], what backward needs of each token (`Finished.stats`); 0: not wanted.
-    workspace: float32, of `boundary_shapes.workspace` elements. parts: parts of the tokens; for each part and slice of
-        the columns there is a CTA.
+    Args:
+        x: the address of x in 16 bits; 0: not wanted.
+        x_data, x_scale: the addresses of x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted.
+        x_block: the columns that share a scale, 32 or 128; 128: each scale is stored four times.
+        stats: the address of float32 [T, K + 2], numbers of each token that backward reads (`Finished.stats`); 0: not
+            wanted.
+        workspace: the address of `boundary_shapes.workspace` float32 elements.
+        parts: number of parts of the tokens; for each part and slice of the columns there is a CTA.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -175,8 +179,9 @@ class Boundary(Invariant):
             stage = stage_after(stage, stages)
 
     def _operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
-        """Return the weight at a lane's columns as MMA operands, a nested list of words by stream, part and step of 8
-        outputs; zeros after the last column. start: the slice's first column."""
+        """Return the weight at a lane's columns as MMA operands: a nested list of words by stream, by part (nearest
+        numbers, rests: `split`) and by step of 8 outputs; zeros after the last column. start: the slice's first
+        column."""
         first = start + self.tile.first_column()
         column = cutlass.min(first, width - COLUMNS)
         made: list = [[[], []] for _ in range(self.n)]
@@ -192,9 +197,9 @@ class Boundary(Invariant):
 
     @cute.jit
     def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Start to copy tile `number` of a slice that begins at column `start` to a stage. Past the last token, that
-        token is copied again. Zeros are left for what is not given, and past the last column, for the sums over
-        columns."""
+        """Start to copy token tile `number` of the slice that begins at column `start` to a stage. Past the last token,
+        the last token is copied again. Tensors that are not given, and columns past the last, become zeros, since the
+        sums over columns include them."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         tile.copy_streams(stage, given.streams, place, place.is_column)
         tile.copy_rows(tile.array(stage, self.n), given.y, place, place.is_column & (given.y != 0))
@@ -213,7 +218,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _compute(self, stage: cute.Pointer, has_update: Boolean, operands: list, sums: cute.Pointer):
-        """Update and mix the warp's columns of a tile in its stage, and leave their sums in `sums`."""
+        """Update and mix the warp's columns of a tile in its stage. Store their sums over columns (p, and the squares
+        of the updated streams and of u) in the warp's part of `sums`."""
         streams = cute.make_rmem_tensor((PAIR_WORDS, self.n, 2), Int32)
         squares = cute.make_rmem_tensor(4, Float32)
         squares.fill(0.0)
@@ -239,10 +245,12 @@ class Boundary(Invariant):
         self, stage: cute.Pointer, has_update: Boolean, streams: cute.Tensor, squares: cute.Tensor,
         half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Update and mix a lane's columns of one of its two tokens.
+        """Update and mix a lane's columns of one of its two tokens, number `half`.
 
-        streams: takes the words of streams' at [., j, half]. squares: takes the sum of streams' squares as number
-        2 half, and that of u's squares as the number after it.
+        Args:
+            streams: [., j, half] becomes the words of updated stream j.
+            squares: the sum of the updated streams' squares is added to element 2 half, the sum of u's squares to the
+                next.
         """
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // LANES_PER_ROW + 8 * half
@@ -270,7 +278,7 @@ class Boundary(Invariant):
     def _update(
         self, stage: cute.Pointer, mine: Int32, places: list, comb: list, post: list, streams: cute.Tensor, half: int
     ) -> None:  # fmt: skip
-        """Update a lane's words of the streams, in `streams` and in the stage."""
+        """Replace a lane's words of the streams by words of the updated streams, in `streams` and in the stage."""
         n, tile = self.n, self.tile
         given = [tile.widened(self._words(streams, j, half)) for j in range(n)]
         y = tile.numbers(tile.array(stage, n), mine)
@@ -284,7 +292,8 @@ class Boundary(Invariant):
         return words
 
     def _products(self, streams: cute.Tensor, operands: list) -> cute.Tensor:
-        """Return streams' weight^T over the warp's columns: 4 registers of an MMA for each step of 8 outputs.
+        """Return p, the updated streams times weight^T, summed over the warp's columns: 4 registers of an MMA for each
+        step of 8 outputs.
 
         Products with the weight's rests (`split`) are added first, since they may need scaling. Tensor cores truncate
         their sums; a sum here has 64 columns.
@@ -302,7 +311,7 @@ class Boundary(Invariant):
 
     @cute.jit
     def _store(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Store streams' and u of tile `number`, whole rows of a slice."""
+        """Store the updated streams and u of token tile `number` from a stage to memory, whole rows of the slice."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if given.y != 0:
@@ -311,7 +320,7 @@ class Boundary(Invariant):
 
     @cute.jit
     def _leave_sums(self, sums: cute.Pointer, partials: Int64):
-        """Add the warps' sums over columns, and store a tile's sums of the slice at `partials`."""
+        """Add the warps' sums over columns, and store the results, a tile's sums over the slice, at `partials`."""
         thread, _, _ = cute.arch.thread_idx()
         of_warps = cute.make_tensor(sums, cute.make_layout((self.sums, self.cta.warps)))
         for place in cutlass.range(thread, self.sums, self.threads):

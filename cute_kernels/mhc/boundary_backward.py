@@ -9,9 +9,9 @@
     d_comb_ij = d'_j . streams_i;  d_post_j = d'_j . y;  d_pre_j = d_mix . streams'_j          sums over D
     d_weight = dp^T streams'_flat;  d_w = sum of d_x u r                                       sums over tokens
 
-`boundary_tokens.py`, the kernel before, makes a token's r, factor, f and dp; `boundary_backward_finish.py` adds what
-the kernel here leaves: of the sums over D a part for each slice of the columns, of the sums over tokens one for each
-part of the tokens (`boundary_backward_shapes.BackwardCut`).
+`boundary_tokens.py`, the kernel before, makes a token's r, factor, f and dp. `boundary_backward_finish.py`, the kernel
+after, adds the partial sums that the kernel here stores: of sums over D one for each slice of the columns, of sums over
+tokens one for each part of the tokens (`boundary_backward_shapes.BackwardCut`).
 
 A CTA has a slice of the columns, 16 (of every stream) for each warp, for a part of the tokens. Token tiles come through
 a ring of stages in shared memory, filled by asynchronous copies (`boundary_tile.py`). For each tile there are two
@@ -53,8 +53,14 @@ from .slice_tile import LANES, WORDS
 
 
 class Given(NamedTuple):
-    """Addresses, and sizes T and D. streams, d_updated: [T, n, D]; y, d_x: [T, D]; d_updated, y and d_x 0: zeros.
-    blocks: what the first kernel leaves for each tile."""
+    """Addresses of what the main kernel reads, and the sizes T and D. 0 for d_updated, y or d_x: zeros.
+
+    Attributes:
+        streams, d_updated: [T, n, D], the streams before the update and the gradient of the updated streams.
+        y, d_x: [T, D].
+        blocks: a block for each token tile, which the first kernel stores (`boundary_backward_shapes.block_bytes`).
+        tokens, width: T and D.
+    """
 
     streams: Int64
     d_updated: Int64
@@ -84,7 +90,10 @@ class Parameters(NamedTuple):
 class BoundaryBackward(Invariant):
     """Host function and main kernel of the boundary's backward. Address 0 of a gradient: not given, or not wanted.
 
-    workspace: see `boundary_backward_shapes.backward_workspace`. token_ctas, parts: see `BackwardCut` there.
+    Args:
+        workspace: its address; its size is `boundary_backward_shapes.backward_workspace(...).end`.
+        token_ctas: number of CTAs of the first kernel.
+        parts: number of parts into which the main kernel divides the tokens.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -138,12 +147,12 @@ class BoundaryBackward(Invariant):
         stages, words = self.tile.stages, self.tile.stage_words
         start = index * self.cta.columns
         first, last = self.tile.span(given.tokens)
-        # These were there before the kernel of the tokens, which began when all before it had ended.
+        # The kernel of the tokens does not write these inputs, and began only when all kernels before it had ended.
         for stage in cutlass.range_constexpr(stages - 1):
             if first + stage < last:
                 self._copy(ring + stage * words, given, start, first + stage)
         weights = self._weights(parameters, start, given.width)
-        # All before this line overlaps the kernel of the tokens, what follows reads what that has written.
+        # Everything above overlaps the kernel of the tokens; everything below reads its results.
         wait_for_earlier()
         let_next_begin()
         for stage in cutlass.range_constexpr(stages - 1):
@@ -156,7 +165,8 @@ class BoundaryBackward(Invariant):
     def _tiles(
         self, ring: cute.Pointer, given: Given, results: Results, weights: ColumnWeights, leaves: Leaves, span: tuple
     ):  # fmt: skip
-        """Process tiles span[0] .. span[1] - 1 of this CTA's slice, in one copy pipeline, and leave sums over them."""
+        """Process token tiles span[0] .. span[1] - 1 of this CTA's slice, in one copy pipeline, and store the sums over
+        their tokens in the workspace."""
         index, part, _ = cute.arch.block_idx()
         slices, _, _ = cute.arch.grid_dim()
         tile, stages, (first, last) = self.tile, self.tile.stages, span
@@ -187,9 +197,9 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Start to copy tile `number` of a slice that begins at column `start` to a stage. Past the last token, that
-        token is copied again. Zeros are left for what is not given, and past the last column, for the sums over
-        columns."""
+        """Start to copy token tile `number` of the slice that begins at column `start` to a stage. Past the last token,
+        the last token is copied again. Tensors that are not given, and columns past the last, become zeros, since the
+        sums over columns include them."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         tile.copy_streams(tile.array(stage, tile.streams), given.streams, place, place.is_column)
         of_updated = place.is_column & (given.d_updated != 0)
@@ -199,7 +209,8 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _copy_block(self, stage: cute.Pointer, given: Given, number: Int32):
-        """Start to copy what the first kernel left for tile `number`."""
+        """Start to copy the block that the first kernel stored for token tile `number` (dp, and a record for each
+        token) to a stage."""
         thread, _, _ = cute.arch.thread_idx()
         tile = self.tile
         block, target = given.blocks + Int64(number) * (tile.block_words * 4), stage + tile.arrays * tile.array_words
@@ -208,14 +219,15 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _weights(self, parameters: Parameters, start: Int32, width: Int32) -> ColumnWeights:
-        """Return a lane's parts of the weight and of the norm's weight at a slice's columns."""
+        """Return the weight and the norm's weight at the lane's columns of the slice that begins at column `start`."""
         column = cutlass.min(start + self.tile.first_column(), width - WORDS)
         norm = load_params(parameters.norm, parameters.norm_code, Int64(column), WORDS)
         return ColumnWeights(self.columns.operands(parameters.weight, parameters.weight_code, start, width), norm)
 
     @cute.jit
     def _store(self, out: cute.Pointer, given: Given, results: Results, start: Int32, number: Int32):
-        """Store the results of tile `number`, whole rows of a slice."""
+        """Store d_streams and d_y of token tile `number` from the arrays at `out` to memory, whole rows of the
+        slice."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if results.d_streams != 0:

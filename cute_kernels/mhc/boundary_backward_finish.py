@@ -1,4 +1,5 @@
-"""The last kernel of the boundary's backward (boundary_backward.py): adds what the CTAs before left, in a fixed order.
+"""The last kernel of the boundary's backward (boundary_backward.py): adds the partial sums that the CTAs of the kernels
+before stored, in a fixed order.
 
 Its CTAs are, in this order: one for the gradients of base and scale; one for each fragment of a slice of the weight's
 gradient; one for each slice of the gradient of the norm's weight; the rest for the gradients of the coefficients, with
@@ -28,8 +29,13 @@ READS = 8
 
 
 class Finished(NamedTuple):
-    """Addresses of results; 0: not wanted. pre, post, comb: float32. weight, norm: parameters' gradients, and their
-    dtypes."""
+    """Addresses of the gradients to write; 0: not wanted.
+
+    Attributes:
+        pre, post, comb: gradients of the coefficients, float32.
+        weight, norm: gradients of the weight and of the norm's weight.
+        weight_code, norm_code: their dtypes (`dtypes.PARAM_FORMS`).
+    """
 
     pre: Int64
     post: Int64
@@ -48,7 +54,7 @@ class Cut(NamedTuple):
 
 
 class BoundaryBackwardFinish(Invariant):
-    """Kernel: see the top of this file."""
+    """Kernel that adds the partial sums of the boundary's backward; the top of this file says which CTA adds which."""
 
     def __init__(self, name: str, n: int, cta: SliceCta):
         self.name = name
@@ -102,7 +108,10 @@ class BoundaryBackwardFinish(Invariant):
     def _weight(
         self, weights: Int64, finished: Finished, cut: Cut, slice_: Int32, index: Int32, width: Int32
     ):  # fmt: skip
-        """Add and store fragment number `index` (outputs 8 (index % (K / 8)) .., stream index / (K / 8)) of a slice."""
+        """Add one fragment of a slice's sums for the weight's gradient over the parts of the tokens, and store it.
+
+        index: the fragment's number; it has 8 outputs from 8 (index % (K / 8)) on, of stream index / (K / 8).
+        """
         thread, _, _ = cute.arch.thread_idx()
         lane, steps = thread % LANES, self.outputs // 8
         total = cute.make_rmem_tensor(FRAGMENT, Float32)
@@ -119,7 +128,7 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _norm(self, norms: Int64, finished: Finished, cut: Cut, slice_: Int32, width: Int32):
-        """Add and store a slice's columns of the gradient of the norm's weight."""
+        """Add a slice's columns of the gradient of the norm's weight over the parts of the tokens, and store them."""
         thread, _, _ = cute.arch.thread_idx()
         column = slice_ * self.cta.columns + thread
         if (thread < self.cta.columns) & (column < width):
@@ -130,7 +139,7 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
-        """Add and store one of a token's K numbers, over the slices."""
+        """Add one of the K elements of a token's gradients (of comb, post, pre) over the slices, and store it."""
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs

@@ -1,7 +1,8 @@
 """Sizes of the boundary's backward, on which the host (workspaces, launch arguments) and the kernels must agree. Plain
 Python: imports no compiler.
 
-T tokens; n streams of D columns; K = n^2 + 2n coefficients a token. Numbers are Python integers or the compiler's.
+T tokens; n residual streams of D columns; K = n^2 + 2n coefficients a token. Sizes are Python integers or the
+compiler's.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ WARPS_PER_SM = 8
 
 
 def coefficient_floats(n: int) -> int:
-    """Return the float32 numbers of a token's record: comb, post, pre, r, factor, f and a padding to whole vectors."""
+    """Return how many float32 numbers a token's record has: comb, post, pre, r, factor, f (`boundary_tokens.py`), and a
+    padding to whole vectors of 16 bytes."""
     return outputs(n) + 4
 
 
 def dp_bytes(n: int) -> int:
-    """Return the bytes of one part of a tile's dp, in 16-bit numbers."""
+    """Return the bytes of one part (the nearest numbers, or the rests: `split.py`) of a token tile's dp."""
     return TOKEN_TILE * outputs(n) * ITEMSIZE
 
 
 def block_bytes(n: int) -> int:
-    """Return the bytes that the first kernel leaves for each token tile: dp in two parts, in blocks of 8 tokens x 8
+    """Return the bytes that the first kernel stores for each token tile: dp in two parts, in blocks of 8 tokens x 8
     outputs (`dp_blocks.py`), then a record of float32 numbers for each token (`coefficient_floats`)."""
     return 2 * dp_bytes(n) + TOKEN_TILE * coefficient_floats(n) * 4
 
@@ -46,17 +48,17 @@ def smem_bytes(n: int, cta: SliceCta) -> int:
 
 
 def slice_cta(n: int, room: int) -> SliceCta:
-    """Return the sizes of a CTA for `room` bytes of shared memory."""
+    """Return the best sizes of the main kernel's CTA that fit into `room` bytes of shared memory."""
     return first_that_fits(CHOICES, lambda cta: smem_bytes(n, cta), room)
 
 
 class BackwardCut(NamedTuple):
-    """How tokens are divided over CTAs.
+    """Division of the tokens over the CTAs of the boundary's backward.
 
     Attributes:
         token_ctas: CTAs of the first kernel, which share the tokens.
-        parts: parts of the tokens. The main kernel has a CTA for each part and slice of the columns, which leaves sums
-            over the part for parameters' gradients.
+        parts: parts of the tokens. The main kernel has a CTA for each part and slice of the columns, which stores sums
+            over the part for the parameters' gradients.
     """
 
     token_ctas: int
@@ -64,7 +66,7 @@ class BackwardCut(NamedTuple):
 
 
 def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
-    """Return the cut that takes the least time (`parts_of`)."""
+    """Return the division with which the main kernel takes the least time, by the model of `parts_of`. width: D."""
     slices, tiles, slots = slices_of(cta, width), tiles_of(tokens), num_sms * WARPS_PER_SM // cta.warps
     parts = parts_of(slices, tiles, slots, max(1, -(-tiles // MOST_TILES)), MOST_PARTS)
     of_tokens = -(-tokens // (TOKEN_WARPS * TOKENS_OF_A_WARP))
@@ -94,7 +96,7 @@ class BackwardWorkspace(NamedTuple):
 def backward_workspace(
     n: int, cta: SliceCta, width: Any, tokens: Any, token_ctas: Any, parts: Any
 ) -> BackwardWorkspace:  # fmt: skip
-    """Return the workspace. Every array begins at a multiple of 16 bytes."""
+    """Return the offsets of the workspace's arrays, and its size. Every array begins at a multiple of 16 bytes."""
     slices = slices_of(cta, width)
     rows = tiles_of(tokens) * block_bytes(n)
     dots = rows + token_ctas * (2 * outputs(n) * 4)

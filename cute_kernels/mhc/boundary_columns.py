@@ -34,7 +34,7 @@ class ColumnWeights(NamedTuple):
 
 
 class BoundaryColumns(Invariant):
-    """Device code for one warp: WARP_COLUMNS columns of a tile's 16 tokens.
+    """Device code by which a warp computes d_streams and d_y at its WARP_COLUMNS columns of a tile's 16 tokens.
 
     With g = lane / 4 and t = lane % 4, a lane has columns 4t .. 4t + 3 of tokens g and g + 8. In the MMA of pair j (0
     or 1), column q is the warp's column 4 (q / 2) + 2j + q % 2, so that a lane gets its own columns 2j and 2j + 1.
@@ -48,7 +48,7 @@ class BoundaryColumns(Invariant):
 
     def operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
         """Return the weight at a warp's columns as MMA operands: a nested list of words by stream, pair of columns,
-        part, and step of 8 outputs. start: the slice's first column."""
+        part (nearest numbers, rests: `split.py`), and step of 8 outputs. start: the slice's first column."""
         lane = cute.arch.lane_idx()
         first = start + self.tile.warp() * WARP_COLUMNS + lane // 8 * COLUMNS
         column = cutlass.min(first, width - COLUMNS)
@@ -64,14 +64,18 @@ class BoundaryColumns(Invariant):
     def compute(
         self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights, of_norm: cute.Tensor
     ):  # fmt: skip
-        """Compute a tile's columns: streams' to `made`, d_streams and d_y to `out`; d' and d_mix take the places of the
-        gradients they are made of. of_norm: the lane's sums for the gradient of the norm's weight."""
+        """Compute the warp's columns of a tile. Write the updated streams to the arrays at `made`, d_streams and d_y to
+        those at `out`; in the stage, replace d_updated by d' and d_x by d_mix.
+
+        of_norm: the lane's sums for the gradient of the norm's weight, to which the tile's are added.
+        """
         products = self._products(stage, weights.operands)
         for half in cutlass.range_constexpr(2):
             self._half(stage, made, out, weights, of_norm, products, half)
 
     def _products(self, stage: cute.Pointer, operands: list) -> list:
-        """Return dp weight: for each stream and pair of columns the 4 registers of an MMA."""
+        """Return the product dp weight, a term of d', at the warp's columns: for each stream and pair of columns the 4
+        registers of an MMA."""
         tile = self.tile
         blocks = stage + tile.arrays * tile.array_words
         left = [dp_words(blocks, self.dtype, self.steps, False, part) for part in range(PARTS)]
@@ -95,7 +99,8 @@ class BoundaryColumns(Invariant):
         self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights,
         of_norm: cute.Tensor, products: list, half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Compute a lane's columns of one of its two tokens."""
+        """Compute a lane's columns of one of its two tokens (g + 8 half, see the class). Arguments: see `compute`;
+        products: the result of `_products`."""
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // 4 + 8 * half
         *comb, post, pre, (r, factor, f, _) = tile.record(stage, row)
@@ -127,7 +132,8 @@ class BoundaryColumns(Invariant):
     def _updated(
         self, stage: cute.Pointer, made: cute.Pointer, places: list, comb: list, post: list, y: cute.Tensor
     ) -> list:  # fmt: skip
-        """Return the updated streams, computed and rounded as forward does, and leave them in `made`."""
+        """Return a lane's columns of the updated streams, computed and rounded as forward does, and write them to the
+        arrays at `made`."""
         tile, found = self.tile, []
         streams = [tile.numbers(tile.array(stage, tile.streams + i), places[i]) for i in range(self.n)]
         by_source = [[comb[j][i] for j in range(self.n)] for i in range(self.n)]
@@ -137,7 +143,7 @@ class BoundaryColumns(Invariant):
         return found
 
     def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
-        """Leave the sum of the totals times factors, a result."""
+        """Write the sum over j of totals[j] factors[j], rounded, to an array of results at `offset`."""
         values = cute.make_rmem_tensor(COLUMNS, Float32)
         values.store(totals[0] * factors[0])
         for total, factor in zip(totals[1:], factors[1:], strict=True):

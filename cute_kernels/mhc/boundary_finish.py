@@ -1,7 +1,7 @@
 """The second kernel of a boundary's forward (boundary.py): adds the slices' partial sums, makes the coefficients (norm,
 gates, Sinkhorn), and turns u into x by its RMS norm.
 
-A CTA takes a token. Each of its warps adds the sums of some slices, in a fixed order. The first warp makes the
+Each CTA handles one token. Each of its warps adds the sums of some slices, in a fixed order. The first warp makes the
 coefficients, all warps scale u.
 """
 
@@ -30,7 +30,8 @@ READS = 8
 
 
 class Partials(NamedTuple):
-    """The slices' sums. address: of float32 [slices, token tiles, `boundary_shapes.tile_sums`]."""
+    """The partial sums that the first kernel stored. address: the address of float32 [slices, token tiles,
+    `boundary_shapes.tile_sums`]. slices: number of slices of the columns."""
 
     address: Int64
     slices: Int32
@@ -81,7 +82,7 @@ def gate_argument(
 
 
 class BoundaryFinish(Invariant):
-    """Second kernel of the boundary's forward: see the top of this file."""
+    """Second kernel of the boundary's forward: makes the new coefficients, and x in 16 bits (top of this file)."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -160,7 +161,8 @@ class BoundaryFinish(Invariant):
     def _coefficients(
         self, gates: tuple, finished: Finished, token: Int32, total: Float32, rms: Float32, eps: Float32, iters: Int32
     ):  # fmt: skip
-        """Make and store a token's coefficients and stats; called by one warp. total: in lane k < K, p_k."""
+        """Make and store a token's coefficients and stats; called by one warp. total: element k of p in lane k, for k <
+        K."""
         n, lane, at = self.n, cute.arch.lane_idx(), Int64(token)
         scale, scale_code, base, base_code = gates
         k = cutlass.min(lane, self.outputs - 1)
@@ -181,7 +183,7 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _norm(self, finished: Finished, token: Int32, width: Int32, r: Float32):
-        """Replace u by x = u r norm_weight in memory."""
+        """Replace the token's u in memory by x = u r norm_weight."""
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)
         vectors = width // count

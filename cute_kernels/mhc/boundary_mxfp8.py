@@ -28,7 +28,8 @@ WORD_SCALES = 4
 
 
 class FinishInMxfp8(BoundaryFinish):
-    """Second kernel of the boundary's forward if x is wanted in MXFP8: see the top of this file."""
+    """Second kernel of the boundary's forward if x is wanted in MXFP8: makes the new coefficients, and x in MXFP8 and,
+    if wanted, also in 16 bits."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         super().__init__(name, dtype, n)
@@ -95,7 +96,8 @@ class FinishInMxfp8(BoundaryFinish):
         return exponent_of(kind.greatest(most))
 
     def _max_over_lanes(self, most: Int32, first: int, beyond: int) -> Int32:
-        """Return the greatest magnitudes of lanes at the distances first, 2 first, ... below `beyond`."""
+        """Return the greatest `most` (magnitudes, in words) of all lanes whose index differs from this lane's only in
+        the bits first, 2 first, ... below `beyond`."""
         distance = first
         while distance < beyond:
             most = self.magnitudes.max(most, cute.arch.shuffle_sync_bfly(most, distance))

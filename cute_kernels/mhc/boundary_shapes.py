@@ -18,7 +18,7 @@ WARP_COLUMNS = 16
 backward the sums for its gradient, K numbers for each column, take as many."""
 ITEMSIZE = 2
 CTA_TILES = 2
-"""Time, in token tiles, that a CTA takes to load the weight and to fill its ring."""
+"""Time that a CTA takes to load the weight and to fill its ring, in units of the time of one token tile."""
 MOST_PARTS = 64
 SCALE_COLUMNS, WIDE_COLUMNS = 32, 128
 """Columns of x in MXFP8 that share a scale: in blocks of 1x32, and in blocks of 1x128, whose scale is stored four
@@ -51,7 +51,8 @@ CHOICES = (SliceCta(16, 4), SliceCta(16, 3), SliceCta(8, 2))
 
 
 def first_that_fits(choices: tuple[SliceCta, ...], bytes_of: Callable[[SliceCta], int], room: int) -> SliceCta:
-    """Return the first choice whose shared memory, `bytes_of` it, fits into `room` bytes."""
+    """Return the first of `choices` that fits into `room` bytes of shared memory. bytes_of: returns the bytes that a
+    choice takes."""
     return next(cta for cta in choices if bytes_of(cta) <= room)
 
 
@@ -66,11 +67,11 @@ def tiles_of(tokens: Any) -> Any:
 
 
 def parts_of(slices: int, tiles: int, slots: int, least: int, most: int) -> int:
-    """Return into how many parts, `least` to `most`, to cut the tiles: the time is the waves of CTAs, times a part's
-    tiles and CTA_TILES.
+    """Return the number of parts, from `least` to `most`, into which to cut the token tiles so that the kernel takes
+    the least time: the number of waves of CTAs, times (tiles of a part + CTA_TILES).
 
     Every slice of every part has a CTA. All slices of a part run at about the same time, so that neighbouring columns
-    reach memory together. slots: CTAs that run at a time.
+    reach memory together. slots: CTAs that run at a time on the GPU.
     """
     times = {
         parts: -(-slices * parts // slots) * (-(-tiles // parts) + CTA_TILES)
@@ -88,8 +89,8 @@ def coefficient_floats(n: int) -> int:
 
 
 def tile_sums(n: int) -> int:
-    """Return the numbers of a tile's sums over columns: K products of each token, then for each token the sum of the
-    streams' squares and the sum of u's squares."""
+    """Return how many sums over columns a token tile has: K elements of p for each token, then for each token the sum
+    of the streams' squares and the sum of u's squares."""
     return TOKEN_TILE * (outputs(n) + 2)
 
 
@@ -101,7 +102,7 @@ def smem_bytes(n: int, cta: SliceCta) -> int:
 
 
 def slice_cta(n: int, room: int) -> SliceCta:
-    """Return the sizes of a forward CTA for `room` bytes of shared memory."""
+    """Return the best sizes of a forward CTA that fit into `room` bytes of shared memory."""
     return first_that_fits(CHOICES, lambda cta: smem_bytes(n, cta), room)
 
 
@@ -111,7 +112,8 @@ def cta_of(arch: str, n: int) -> SliceCta:
 
 
 def cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> int:
-    """Return the number of parts of the tokens. An SM holds one CTA. No result depends on the parts."""
+    """Return the number of parts into which forward divides the tokens, on SMs that hold one CTA each. No result
+    depends on it. width: D."""
     return parts_of(slices_of(cta, width), tiles_of(tokens), num_sms, 1, MOST_PARTS)
 
 

@@ -32,12 +32,14 @@ class Leaves(NamedTuple):
 
 
 class BoundarySums(Invariant):
-    """Device code for the warps of a CTA.
+    """Device code that makes the sums of the boundary's backward by MMAs, for all warps of a CTA.
 
     The weight's gradient is made transposed: for each stream, 16 columns times 8 outputs, summed over tokens in
-    registers. Sums over columns are products of rows: of two tokens' streams (8 rows) and y (the MMA's other 8 rows, in
-    fours alike) with the same tokens' d' (8 rows), and of their streams' with their d_mix. Of each result a part is of
-    one token with itself; the rest is not used.
+    registers.
+
+    Sums over columns are dot products of rows, for two tokens at a time. One MMA multiplies their streams (8 rows) and
+    y (8 rows: each token's y four times) by their d' (8 rows); another multiplies their streams' by their d_mix. Both
+    also multiply one token's rows by the other's; these elements of the results are not used.
     """
 
     def __init__(self, tile: BoundaryTile):
@@ -48,14 +50,15 @@ class BoundarySums(Invariant):
         self.steps = self.outputs // 8
 
     def zeros(self) -> cute.Tensor:
-        """Return registers for a part's sums of the weight's gradient: [FRAGMENT, K / 8, n]."""
+        """Return zeroed registers [FRAGMENT, K / 8, n] for the weight's gradient, summed over a part of the tokens."""
         sums = cute.make_rmem_tensor((FRAGMENT, self.steps, self.n), Float32)
         sums.fill(0.0)
         return sums
 
     @cute.jit
     def add(self, stage: cute.Pointer, made: cute.Pointer, sums: cute.Tensor):
-        """Add dp^T streams' over a tile's tokens, at the warp's columns."""
+        """Add a tile's part of the weight's gradient at the warp's columns, dp^T times the updated streams summed over
+        the tile's tokens, to `sums`."""
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         blocks = stage + tile.arrays * tile.array_words
         right = [dp_words(blocks, self.dtype, self.steps, True, part) for part in range(2)]
@@ -72,7 +75,8 @@ class BoundarySums(Invariant):
     def leave_dots(
         self, stage: cute.Pointer, made: cute.Pointer, leaves: Leaves, index: Int32, number: Int32, tokens: Int32
     ):  # fmt: skip
-        """Store the sums over a slice's columns for each token of tile `number`. index: the slice's number."""
+        """Store, for each token of tile `number`, the sums over a slice's columns for the gradients of comb, post and
+        pre. index: the slice's number."""
         for turn in cutlass.range_constexpr(TOKEN_TILE // (PAIR * self.tile.warps)):
             row = (self.tile.warp() + turn * self.tile.warps) * PAIR
             of_update, of_mix = self._dots(stage, made, row)
@@ -81,8 +85,8 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def _dots(self, stage: cute.Pointer, made: cute.Pointer, first: Int32) -> tuple:
-        """Return the products of the rows of tokens `first` and `first` + 1 of a tile, as MMAs leave them: streams and
-        y times d', and streams' times d_mix."""
+        """Return the dot products of the rows of tokens `first` and `first` + 1 of a tile, in the order in which MMAs
+        leave them: streams and y by d', and updated streams by d_mix."""
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         row, matrix = lane % 8, lane // 8
         token, stream = first + row // self.n, row % self.n
@@ -112,7 +116,8 @@ class BoundarySums(Invariant):
     def _store(
         self, dots: Int64, index: Int32, first: Int32, tokens: Int32, of_update: cute.Tensor, of_mix: cute.Tensor
     ):  # fmt: skip
-        """Store the parts of `_dots` that are of one token with itself: K numbers a token, for comb, post and pre."""
+        """Store the elements of `_dots`' results that multiply a token's rows by its own rows: K numbers a token, for
+        the gradients of comb, post and pre."""
         lane, n = cute.arch.lane_idx(), self.n
         row, column = lane // 4, lane % 4 * 2
         token = first + row // n
@@ -133,7 +138,8 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def leave(self, leaves: Leaves, number: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
-        """Store CTA number `number`'s sums for the gradients of the weight and of the norm's weight; 0: not wanted."""
+        """Store the sums of CTA number `number` for the gradients of the weight and of the norm's weight; an address 0
+        in `leaves`: not wanted."""
         thread, _, _ = cute.arch.thread_idx()
         if leaves.weights != 0:
             for i in cutlass.range_constexpr(self.steps * self.n):
@@ -152,6 +158,7 @@ class BoundarySums(Invariant):
 
 
 def fragment(sums: Int64, warps: int, number: Int32) -> cute.Tensor:
-    """Return a thread's registers of fragment `number` of the CTAs' sums for the weight's gradient."""
+    """Return the view of this thread's FRAGMENT elements of fragment `number` in the workspace. sums: the address of
+    the CTAs' sums for the weight's gradient. warps: warps of a CTA."""
     thread, _, _ = cute.arch.thread_idx()
     return run_at(Float32, sums, (Int64(number) * (warps * LANES) + thread) * FRAGMENT, FRAGMENT)

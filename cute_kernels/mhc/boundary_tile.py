@@ -15,7 +15,7 @@ from .slice_tile import SliceTile
 
 
 class BoundaryTile(SliceTile):
-    """Places in a stage.
+    """Places of the arrays and of the block in a stage of the boundary's backward.
 
     Attributes:
         streams, gradients: numbers of the first stream and of the first gradient among a stage's arrays.
@@ -30,7 +30,7 @@ class BoundaryTile(SliceTile):
         self.records = 2 * dp_bytes(n) // 4  # where a block's records begin
 
     def record(self, stage: cute.Pointer, row: Int32) -> list:
-        """Return a token's record as lists of float32 numbers: comb by made stream (n lists), post, pre, and r, factor
-        and f (`boundary_tokens.py`)."""
+        """Return a token's record as lists of 4 float32 numbers: n lists of comb, one for each stream that is made;
+        post; pre; and r, factor, f (`boundary_tokens.py`) and a zero."""
         start = stage + (self.arrays * self.array_words + self.records) + row * self.pitch
         return self.vectors_at(start, self.pitch // 4)

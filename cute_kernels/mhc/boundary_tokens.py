@@ -1,9 +1,11 @@
-"""The first kernel of the boundary's backward (boundary_backward.py): all that a token needs besides its columns.
+"""The first kernel of the boundary's backward (boundary_backward.py): makes the numbers of each token that the main
+kernel needs for all of the token's columns.
 
-    dz      from the gradients of pre', post' and comb', back through sigmoids and Sinkhorn's iterations
-    dp      dz scale / rms, the gradient of p = streams'_flat weight^T
-    f       - sum of dp p / (rms^2 n D): the projection's norm adds f streams' to the gradient of streams'
-    factor  r^2 mean(d_x x) = r^3 mean(g u): the mix's norm adds - factor u to the gradient of u
+    dz      the gradient of the gates' arguments, from the gradients of the new pre, post and comb, back through
+            sigmoids and Sinkhorn's iterations
+    dp      = dz scale / rms, the gradient of p = streams'_flat weight^T
+    f       = -(sum of dp p) / (rms^2 n D); the projection's norm adds f streams' to the gradient of streams'
+    factor  = r^2 mean(d_x x) = r^3 mean(g u); the mix's norm adds -factor u to the gradient of u
 
 x = u r w, so d_x x / r = g u for g = d_x w: two reads of [T, D] instead of the streams' n. A warp takes two tokens at a
 time, with 16 lanes for each; these lanes have an element of comb each, and 8 of them one of pre or post as well.
@@ -38,10 +40,17 @@ THREADS = TOKEN_WARPS * LANES
 
 
 class TokenInputs(NamedTuple):
-    """Addresses. d_x and x: [T, D], d_x 0: not given. d_pre, d_post, d_comb: gradients of the new coefficients, 0: not
-    given. pre, post, comb: the old coefficients; post and comb 0: the streams were not updated. stats: the last result
-    of the boundary's forward. scale, base, forms: see `gate_argument`; forms has the dtypes of the weight, scale and
-    base."""
+    """Addresses of what the kernel reads.
+
+    Attributes:
+        d_x, x: [T, D]; d_x 0: not given.
+        d_pre, d_post, d_comb: gradients of the new coefficients; 0: not given.
+        pre, post, comb: the old coefficients, with which forward updated and mixed; post and comb 0: the streams were
+            not updated.
+        stats: float32 [T, K + 2], which forward stored (`boundary_finish.Finished.stats`).
+        scale, base: the gates' parameters (`boundary_finish.gate_argument`).
+        forms: the dtypes of the weight, scale and base, two bits each.
+    """
 
     d_x: Int64
     x: Int64
@@ -58,8 +67,12 @@ class TokenInputs(NamedTuple):
 
 
 class LaneGates(NamedTuple):
-    """A lane's numbers for an element of comb (number 0), and for one of pre or post (number 1). scales: the factors of
-    p / rms. of_base, of_scale: sums over tokens of the gradients of base and of these factors."""
+    """A lane's numbers for two coefficients: element 0 for one of comb, element 1 for one of pre or post.
+
+    Attributes:
+        scales: the factor of p / rms in the gate's argument.
+        of_base, of_scale: sums over tokens of the gradients of base and of this factor.
+    """
 
     scales: cute.Tensor
     of_base: cute.Tensor
@@ -67,7 +80,10 @@ class LaneGates(NamedTuple):
 
 
 class BoundaryTokens(Invariant):
-    """Kernel: see the top of this file. blocks, rows: see `boundary_backward_shapes.BackwardWorkspace`."""
+    """Kernel that makes dp, f and factor of each token, and sums over tokens for the gradients of base and scale.
+
+    blocks, rows: the addresses of the results (`boundary_backward_shapes.BackwardWorkspace`).
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -132,7 +148,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _product(self, given: TokenInputs, pair: Int32, tokens: Int32, width: Int32) -> Float32:
-        """Return the sum over D of d_x x for the lane's token; called by a warp. Past the last token, that token's."""
+        """Return the sum over D of d_x x for the lane's token; called by a warp. Past the last token: for the last
+        token."""
         lane, vectors = cute.arch.lane_idx(), width // elements(self.dtype)
         sums = cute.make_rmem_tensor(TOKENS_OF_A_WARP, Float32)
         sums.fill(0.0)
@@ -156,8 +173,11 @@ class BoundaryTokens(Invariant):
         self, given: TokenInputs, gates: LaneGates, blocks: Int64, token: Int32, tokens: Int32, width: Int32,
         of_mix: Float32, iters: Int32, eps: Float32, kept: cute.Tensor,
     ):  # fmt: skip
-        """Make and store what the main kernel reads of the lane's token. After the last token, dp and what is summed
-        over tokens are zeros."""
+        """Make and store the lane's part of its token's dp and record, which the main kernel reads, and add to the sums
+        over tokens in `gates`. After the last token, dp is 0 and zeros are added.
+
+        of_mix: the sum over D of d_x x. kept: shared memory for `Balance.backward`.
+        """
         n, element, gate = self.n, self._element(), self._gate()
         at, is_token = Int64(cutlass.min(token, tokens - 1)), token < tokens
         stats = vector_at(Float32, given.stats + at * ((self.outputs + STATS) * 4))
@@ -200,7 +220,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_dp(self, blocks: Int64, token: Int32, values: cute.Tensor):
-        """Store the lane's gradients of p (of comb's output, then of pre's or post's) in two parts."""
+        """Store the lane's elements of dp (one of comb's outputs, one of pre's or post's) in the block of the token's
+        tile, each as nearest number and rest."""
         row, block, element = token % TOKEN_TILE, self._block(blocks, token), self._element()
         parts = split(values, self.dtype)
         for part in cutlass.range_constexpr(2):
@@ -212,8 +233,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_record(self, given: TokenInputs, blocks: Int64, token: Int32, at: Int64, last: tuple):
-        """Store the token's record: comb ordered by the stream that is made, post, pre, then `last` and a zero. Streams
-        that were not updated get the identity and zeros."""
+        """Store the token's record: comb ordered by the stream that is made, post, pre, then `last` and a zero. If the
+        streams were not updated, comb is the identity and post 0."""
         n, element, square = self.n, self._element(), self.n * self.n
         start = self._block(blocks, token) + 2 * dp_bytes(n) + Int64(token % TOKEN_TILE) * (self.pitch * 4)
         record = vector_at(Float32, start)
@@ -233,7 +254,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_sums(self, gates: LaneGates, sums: cute.Pointer, rows: Int64):
-        """Store this CTA's row: sums over its tokens of base's gradient [K], then of the factors' by output [K]."""
+        """Store this CTA's row of `rows`: sums over its tokens of the gradient of base [K], then of the gradient of
+        each output's factor (scale) [K]."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, element = thread // LANES, self._element()

@@ -21,8 +21,8 @@ SMEM_BYTES = TokenSums.num_bytes(COLUMNS, THREADS)
 
 
 class ColumnSums(Invariant):
-    """Kernel for out[c] = sum over r of partials[r, c]. partials: the address of float32 [rows, columns]. code: the
-    dtype of out (`dtypes.PARAM_FORMS`)."""
+    """Kernel for out[c] = sum over r of partials[r, c], in a fixed order. partials: the address of float32 [rows,
+    columns]. code: the dtype of out (`dtypes.PARAM_FORMS`)."""
 
     def __init__(self, name: str):
         self.name = name

@@ -34,6 +34,7 @@ class Gates(NamedTuple):
         alpha_pre, alpha_post, alpha_res: addresses of one number each.
         bias: the address of [K] numbers.
         forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
+        eps: added to rms(x).
     """
 
     alpha_pre: Int64

@@ -33,7 +33,8 @@ class GateInputs(NamedTuple):
 
 
 class LaneGradients(NamedTuple):
-    """Gradients of the outputs that a lane handles: lists with one item for each output k = lane, lane + 32, ...
+    """Places of the gradients of the outputs that a lane handles: lists with one item for each output k = lane,
+    lane + 32, ...
 
     Attributes:
         addresses: the address of the gradient for token 0; 0: absent.
@@ -76,8 +77,8 @@ class GatesBackward(Invariant):
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, carveout: int = CARVEOUT):
         """Set up the kernel for n streams of a dtype.
 
-        carveout: shared memory's percentage of an SM's memory. With the next kernel's percentage, that kernel need not
-        wait until the SM's memory is divided anew.
+        carveout: the percentage of an SM's memory that becomes shared memory (the rest is L1 cache). With the next
+        kernel's percentage, that kernel need not wait until the SM's memory is divided anew.
         """
         self.name = name
         self.dtype = dtype
@@ -278,6 +279,7 @@ class GateRows(NamedTuple):
 
     Attributes:
         rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32 [count, 2 K].
+        count: number of these CTAs.
         out: the address of float32 [K + 3], the gradients of the bias and of the three alphas.
     """
 
@@ -304,7 +306,8 @@ class GateSums(Invariant):
 
     @cute.jit
     def add(self, given: GateRows):
-        """Add the rows and store the gradients; called by all threads of a CTA, with `smem_bytes` of shared memory."""
+        """Add the CTAs' sums and store the gradients; called by all threads of a CTA, with `smem_bytes` of shared
+        memory."""
         rows, count, out = given
         thread, _, _ = cute.arch.thread_idx()
         lane, warp, width = thread % LANES, thread // LANES, 2 * self.outputs

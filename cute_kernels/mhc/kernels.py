@@ -1,4 +1,4 @@
-"""The table of hyper-connection kernels: their arguments, modules, dtypes and numbers of streams.
+"""The table of hyper-connection kernels: their arguments, modules, dtypes and numbers of residual streams.
 
 The argument `forms` holds dtypes of coefficients and parameters, two bits each (numbers of `dtypes.PARAM_FORMS`), in
 the order in which the kernel lists these tensors' addresses. `tokens` is T, `width` the columns of one stream.
@@ -12,7 +12,7 @@ from ..kernels import ANY, Kernel
 from .boundary_shapes import COUNTS as BOUNDARY_COUNTS
 
 COUNTS = (2, 4, 8)
-"""Numbers of streams for which kernels are compiled, unless a kernel's `counts` says otherwise."""
+"""Numbers of residual streams for which kernels are compiled, unless a kernel's `counts` says otherwise."""
 
 
 def _of_streams(module: str, arguments: Signature | None = None) -> Kernel:

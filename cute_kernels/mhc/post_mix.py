@@ -1,4 +1,4 @@
-"""The update of a token's n streams after a sublayer, and its gradients:
+"""The update of a token's n residual streams after a sublayer, and its gradients:
 
     out[t, i, c] = sum over j of h_res[t, i, j] residual[t, j, c], + h_post[t, i] (x[t, c] + bias[c])
 
@@ -60,8 +60,8 @@ def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cu
 
 @cute.jit
 def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Return a token's matrix [n, n], transposed if `transpose` is not 0, so that row i has the coefficients of
-    out_i."""
+    """Return a token's matrix h_res [n, n], transposed if `transpose` is not 0, so that row i has the coefficients of
+    output stream i."""
     matrix = load_params(h_res, code, token * (n * n), n * n)
     if transpose != 0:
         for i in cutlass.range_constexpr(n):
@@ -71,7 +71,7 @@ def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass
 
 
 class PostMix(Invariant):
-    """Forward kernel for n streams of `dtype`.
+    """Forward kernel of the update, for n streams of `dtype`.
 
     Args:
         forms: dtypes of h_res, h_post and bias (mhc/kernels.py).
@@ -273,8 +273,8 @@ class PostMixBackward(Invariant):
         token: Int64, column: Int32, vectors: Int32, coefficients: Coefficients, buffer: Int32, dots: cute.Tensor,
         bias_sums: cute.Tensor,
     ):  # fmt: skip
-        """Process one vector of each stream: store its gradients, and add to the token's sums (`dots`) and to the bias'
-        sum."""
+        """Process one vector of each stream: store the gradients of residual and x there, and add to the token's sums
+        (`dots`) for h_res and h_post and to the bias' sums."""
         n, count = self.n, elements(self.dtype)
         first = token * n * vectors + column
         raw_d = [load_vector(self.dtype, d_out, first + i * vectors) for i in range(n)]

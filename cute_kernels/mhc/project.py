@@ -1,12 +1,12 @@
 """The projection: p = x weight^T (K = n^2 + 2n columns, 24 for n = 4) with the norms of x's rows, then the gates
 (gates.py).
 
-x [T, n C] are the streams. Memory bounds the kernel; the tensor cores are idle most of the time. A CTA holds a slice of
-the weight's columns in shared memory. Each of its warps takes tiles of 16 tokens of its own and fills a ring of stages
-by asynchronous copies, two whole rows of a stage at a time; no other warp waits for it. A stage holds a step:
-step_bytes of each token of a tile. A lane's 16 bytes of a row are its part of an MMA operand; the contraction takes
-columns in whatever order that gives. The squares are summed from the same registers. Each slice stores partial sums; a
-second kernel adds them in order and applies the gates.
+x [T, n C] are T tokens' n residual streams of C columns. Memory bounds the kernel; the tensor cores are idle most of
+the time. A CTA holds a slice of the weight's columns in shared memory. Each of its warps takes tiles of 16 tokens of
+its own and fills a ring of stages by asynchronous copies, two whole rows of a stage at a time; no other warp waits for
+it. A stage holds a step: step_bytes of each token of a tile. A lane's 16 bytes of a row are its part of an MMA operand;
+the contraction takes columns in whatever order that gives. The squares are summed from the same registers. Each slice
+stores partial sums; a second kernel adds them in order and applies the gates.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ FILL_READS = 8
 
 
 class Projection(NamedTuple):
-    """Addresses and sizes of a projection.
+    """Addresses and sizes of a projection p = x weight^T, whose columns of x are divided into slices.
 
     Attributes:
-        x: the streams [T, n C].
+        x: the residual streams [T, n C].
         products: float32 [slices, T, K], partial sums of p.
         squares: float32 [slices, T], partial sums of x's squares.
         tokens: T.
@@ -67,14 +67,14 @@ class Projection(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Step number `step` (`step_bytes` of each token) of token tile number `tile`."""
+    """A place in a warp's work: step number `step` (`step_bytes` of each token) of token tile number `tile`."""
 
     tile: Int32
     step: Int32
 
 
 class Path(NamedTuple):
-    """A warp's share of the work.
+    """The extent of a warp's work: the steps of its token tiles, in its CTA's slice.
 
     Attributes:
         vectors: vectors of 16 bytes of a row in the slice.
@@ -98,7 +98,7 @@ class Project(Invariant):
     Args:
         stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted.
         workspace: float32, of `shapes.project_workspace` elements.
-        slices, slice_columns, groups: the division of the work, `shapes.Slices`.
+        slices, slice_columns, groups: the division of columns and tokens over CTAs (`shapes.Slices`).
     """
 
     def __init__(self, spec: MhcSpec):
@@ -206,8 +206,8 @@ class Project(Invariant):
 
     @cute.jit
     def _start(self, ring: cute.Pointer, problem: Projection, path: Path, first: Place) -> Place:
-        """Start the copies that fill all stages except one; they run while the weight is read. Return the step to copy
-        next.
+        """Start the copies that fill all stages except one with the warp's first steps; they run while the weight is
+        read. Return the step to copy next.
         """
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
@@ -286,7 +286,7 @@ class Project(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, step: Int32, vectors: Int32, products: cute.Tensor,
         squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a step's products and squares to the sums.
+        """Multiply a step by the weight and add the results to `products`, and add its elements' squares to `squares`.
 
         Vectors that were copied again past the last vector are multiplied by zeros of the weight.
         """

@@ -53,7 +53,8 @@ OFFSETS = (0, 1, 8, 9)
 
 
 class Products(NamedTuple):
-    """Addresses of the results of `GatesBackward`, and of the parts' sums for d_weight: see `shapes.BackwardWorkspace`.
+    """Addresses of dp and f, which `GatesBackward` stored, and of the partial sums of d_weight: arrays of
+    `shapes.BackwardWorkspace`.
 
     Attributes:
         products: dp, the gradient of p = x weight^T, by token.

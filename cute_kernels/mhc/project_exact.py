@@ -1,5 +1,5 @@
-"""The projection p = x weight^T with the norms of x's rows for a float32 weight ("exact"), each of whose elements is
-split in two numbers (split.py) so that its precision is kept.
+"""The projection p = x weight^T, with the squares of x for its norms, for a float32 weight ("exact"). Each element of
+the weight is split in two numbers (split.py), so that its precision is kept.
 
 Split, a slice of the weight takes twice the shared memory that it takes in `project.py`. There would be twice as many
 slices, each with sums to write and to add for every token. So this kernel works the other way: a CTA keeps 512 tokens'
@@ -36,10 +36,13 @@ UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
 
 
 class ExactProjection(NamedTuple):
-    """Addresses and sizes of a projection.
+    """Addresses and sizes of a projection p = x weight^T of T tokens with a float32 weight.
+
+    A token has n residual streams of C columns; p has K = n^2 + 2n columns. Columns of x are divided into slices.
 
     Attributes:
-        x, weight: the streams [T, n C], and the weight, float32 [K, n C].
+        x: the residual streams [T, n C].
+        weight: float32 [K, n C].
         products: float32 [slices, T, K], partial sums of p.
         squares: float32 [slices, T], partial sums of x's squares.
         tokens, columns: T, and n C.
@@ -61,7 +64,7 @@ class Slice(NamedTuple):
     Attributes:
         first: the first column of its CTA's slice.
         vectors: vectors of 16 bytes of a row in the slice.
-        steps: number of steps.
+        steps: steps in the slice; a step is `ProjectCta.step_bytes` of each row.
         token: the first token of the warp's first unit.
     """
 
@@ -72,7 +75,8 @@ class Slice(NamedTuple):
 
 
 class ExactProducts(Invariant):
-    """Kernel that stores the products and squares of each slice; `gates.ProjectFinish` adds them."""
+    """Kernel that stores, for each slice of the columns, the partial sums of p and of x's squares;
+    `gates.ProjectFinish` adds them."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, cta: ProjectCta):
         self.name = name
@@ -231,7 +235,8 @@ class ExactProducts(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a step's products and squares of a unit (UNIT_TOKENS tokens)."""
+        """Multiply a step of a unit (UNIT_TOKENS tokens) by the weight and add the results to `products`, and add its
+        elements' squares to `squares`."""
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:
             self._clear(stage, mine.vectors - step * self.step_vectors)

@@ -48,7 +48,7 @@ SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # shared memory of an SM at most, a
 
 
 class Streams(NamedTuple):
-    """Addresses and sizes of the streams and of their gradient.
+    """Addresses and sizes of the residual streams x and of their gradient.
 
     Attributes:
         x, d_x: [T, n, C]. d_x 0: not wanted.
@@ -67,11 +67,12 @@ class Streams(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Addresses of the operands dp and f, and of the sums for d_weight.
+    """Addresses of dp and f, which the kernel reads, and of the partial sums of d_weight, which it stores.
 
     Attributes:
-        blocks: dp and the factors f, as `GatesBackward` stores them (`shapes.block_bytes`).
-        weights: the parts' sums for d_weight (`tile_sums.py`); 0: not wanted.
+        blocks: for each token tile, a block with its dp, the gradient of p = x weight^T, and with a float32 factor f
+            for each token, whose f x is a term of d_x. `GatesBackward` stores them (`shapes.block_bytes`).
+        weights: sums for d_weight, one for each part of the tokens (`tile_sums.py`); 0: not wanted.
     """
 
     blocks: Int64

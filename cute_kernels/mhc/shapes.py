@@ -1,7 +1,8 @@
 """Sizes of the hyper-connection kernels, on which the host (workspaces, launch arguments) and the kernels must agree.
 Plain Python: imports no compiler.
 
-n streams of C columns; K = n^2 + 2n outputs of the projection; T tokens; itemsize: bytes of an element of the streams.
+T tokens; n residual streams of C columns; K = n^2 + 2n outputs of the projection; itemsize: bytes of an element of the
+streams.
 """
 
 from __future__ import annotations
@@ -95,8 +96,11 @@ class Slices(NamedTuple):
 def project_slices(
     cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
 ) -> Slices:  # fmt: skip
-    """Return the division with the fewest slices that keeps nearly all warps of all SMs busy to the end. Few, because
-    each slice writes sums for every token. columns: n C."""
+    """Divide the projection's columns and tokens over CTAs: return the division with the fewest slices of columns that
+    keeps nearly all warps of all SMs busy to the end. Few, because each slice writes sums for every token.
+
+    columns: n C, the columns of n residual streams.
+    """
     step = cta.step_bytes // itemsize
     least = -(-columns // slice_capacity(cta, n, itemsize))
     choices = [
@@ -121,8 +125,12 @@ def exact_ring(n: int) -> tuple[int, int]:
 def exact_slices(
     cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
 ) -> Slices:  # fmt: skip
-    """Return, for an exact (float32) weight, the division with the fewest slices that keeps nearly all SMs busy to the
-    end. There is a CTA for each slice and each group of tokens. columns: n C."""
+    """Divide the columns and tokens of the projection with a float32 weight (`project_exact.py`) over CTAs: return the
+    division with the fewest slices of columns that keeps nearly all SMs busy to the end.
+
+    A group has as many tokens as one CTA handles; there is a CTA for each slice and each group. columns: n C, the
+    columns of n residual streams.
+    """
     step = cta.step_bytes // itemsize
     groups, steps = -(-tokens // (cta.warps * UNIT_TOKENS * exact_ring(n)[0])), -(-columns // step)
     choices = range(1, min(steps, num_sms, MAX_EXACT_SLICES) + 1)
@@ -145,7 +153,8 @@ def thread_columns(n: int, itemsize: int) -> int:
 
 
 def row_vectors(n: int) -> int:
-    """Return how many vectors of a token's row a warp of the backward has, for 16-bit streams."""
+    """Return how many vectors (8 columns) of each token's row a warp of the projection's backward handles, for 16-bit
+    streams."""
     return thread_columns(n, 2)
 
 
@@ -153,22 +162,22 @@ def block_bytes(n: int, parts: Any) -> Any:
     """Return the bytes that the backward of 16-bit streams reads of a token tile besides x.
 
     First comes dp in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16 tokens for the same outputs are
-    neighbours. If `parts` is 2, the blocks of dp's rests (`split.py`) follow. Last come the tokens' factors of x,
-    float32.
+    neighbours. If `parts` is 2, the blocks of dp's rests (`split.py`) follow. Last comes a float32 factor f for each
+    token, whose f x is a term of d_x.
     """
     return TOKEN_TILE * (2 * outputs(n) * parts + 4)
 
 
 def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
-    """Return the number of CTAs of the backward that share a token's columns. width: C, a Python integer or the
-    compiler's."""
+    """Return the number of CTAs of the projection's backward that share a token's columns. width: C, a Python integer
+    or the compiler's."""
     columns = 8 * thread_columns(n, itemsize)
     return ((width + columns - 1) // columns * n + SPREAD_WARPS - 1) // SPREAD_WARPS
 
 
 def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int, is_exact: bool) -> int:
-    """Return the number of parts into which the backward divides the tokens, so that the last wave of CTAs is nearly
-    full.
+    """Return the number of parts into which the projection's backward divides the tokens, so that the last wave of CTAs
+    is nearly full.
 
     is_exact: the weight is float32, so that a part has at most MOST_EXACT_TOKENS tokens.
     """
@@ -209,9 +218,9 @@ class BackwardWorkspace(NamedTuple):
 
 
 def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any, splits: Any) -> BackwardWorkspace:
-    """Return the workspace of the projection's backward.
+    """Return the offsets of the arrays in the workspace of the projection's backward, and its size.
 
-    Every array begins at a multiple of 16 bytes. Numbers are Python integers or the compiler's.
+    Every array begins at a multiple of 16 bytes. Sizes are Python integers or the compiler's.
 
     Args:
         width: C.

@@ -2,10 +2,12 @@
 
 l are the logits. With M0 = exp(l - rowmax), the matrix after every step is M = diag(u) M0 diag(v), so a step is known
 by its 2n factors u and v. Backward computes the factors of all iterations again, keeps them in shared memory (in
-registers 20 iterations would be 160 numbers), and goes through the steps in reverse. With H = gradient * M,
-elementwise, a step M' = M / (sum M + eps) means H = H' - M' sum H', for rows and for columns. Backward stores Q, where
-H = Q M0: then a step subtracts from Q the matrix u v^T, scaled by the line's sum (M0 Q'), which takes 9 operations for
-a line of 4 and uses the factors as they are. So rounding errors do not add up, and no matrix is stored.
+registers 20 iterations would be 160 numbers), and goes through the steps in reverse.
+
+A line is a row in one step, a column in the next. With H = gradient * M, elementwise, a step M' = M / (sum M + eps)
+means H = H' - M' sum H', with sums over a line. Backward keeps Q, where H = Q M0 elementwise: then a step subtracts
+from each line of Q the same line of u v^T times the sum of M0 Q' over the line. This takes 9 operations for a line of
+4 and uses the factors as they are. So rounding errors do not add up, and no matrix is stored.
 
 A column whose logits all lie far below their rows' maxima would underflow in float32. So M0's columns are divided by
 their largest element, exp(peak), and the factors v begin at exp(peak) instead of at 1. If the peak is below DEEPEST,
@@ -75,8 +77,8 @@ class Start(NamedTuple):
 
 
 def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
-    """Return the `Start` of a matrix: exp(logits - rowmax) divided by its columns' largest elements, with columns that
-    are too small put to sleep."""
+    """Return the state before the first iteration: exp(logits - rowmax) divided by its columns' largest elements, with
+    columns that are too small put to sleep."""
     m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
     sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):
@@ -136,7 +138,7 @@ def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: t
 
 @cute.jit
 def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cutlass.Constexpr[int]):
-    """Do one iteration, rows and then columns, by changing the factors u and v."""
+    """Do one iteration: normalise rows, then columns, of diag(u) M0 diag(v) by changing the factors u and v."""
     _balance(m0, u, v, (n, 1), n, eps)
     _balance(m0, v, u, (1, n), n, eps)
 
@@ -164,10 +166,10 @@ def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlas
 
 
 def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
-    """Replace Q after a step, in place, by Q before this step. The step normalised the lines whose factors after it are
-    `ours`.
+    """Replace Q after a step, in place, by Q before this step (see the top of this file).
 
-    Arguments as in `_balance`.
+    ours: the factors, after the step, of the lines (rows or columns) that it normalised. theirs, strides: as in
+    `_balance`.
     """
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]
@@ -205,7 +207,8 @@ def _keep(factors: cute.Tensor, u: cute.Tensor, v: cute.Tensor, k: Int32, n: int
 
 
 class Sinkhorn(Invariant):
-    """Forward kernel for n x n matrices. forms: the dtype of logits and results (`dtypes.PARAM_FORMS`)."""
+    """Forward kernel of Sinkhorn normalisation, for n x n matrices. forms: the dtype of logits and results
+    (`dtypes.PARAM_FORMS`)."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -234,7 +237,8 @@ class Sinkhorn(Invariant):
 
 
 class SinkhornBackward(Invariant):
-    """Backward kernel: makes d_logits. A launch's shared memory holds 2n factors for each thread and iteration."""
+    """Backward kernel of Sinkhorn normalisation: makes d_logits. Shared memory holds 2n factors for each thread and
+    iteration."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name

@@ -49,7 +49,8 @@ class Place(NamedTuple):
 
 
 class SliceTile(Invariant):
-    """Arrays of one stage for n = 4 streams of a 16-bit dtype. A thread for each vector of an array copies them.
+    """Arrays of one stage for n = 4 streams of a 16-bit dtype. The CTA has a thread for each vector of an array; the
+    thread copies this vector of all arrays.
 
     Attributes:
         arrays: number of arrays.
@@ -155,8 +156,8 @@ class SliceTile(Invariant):
         return part * per_part, cutlass.min(part * per_part + per_part, tiles)
 
     def place(self, start: Int32, number: Int32, tokens: Int32, width: Int32) -> Place:
-        """Return this thread's place in each array of tile `number` of a slice that begins at column `start`. Past the
-        last token, that token's."""
+        """Return the 16 bytes that this thread copies in each array of token tile `number` of the slice that begins at
+        column `start`. Past the last token: those of the last token."""
         thread, _, _ = cute.arch.thread_idx()
         row, vector = thread // self.vectors, thread % self.vectors
         token, column = number * TOKEN_TILE + row, start + vector * elements(self.dtype)

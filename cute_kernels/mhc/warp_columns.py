@@ -1,4 +1,5 @@
-"""Columns of 16-bit streams that a warp of the projection's backward has, the same for all of its tokens."""
+"""Assignment of the columns of 16-bit residual streams to warps of the projection's backward. A warp has the same
+columns for all of its tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ class WarpColumns(Invariant):
         return cute.ceil_div(width, VECTOR * self.vectors)
 
     def warps(self, width: Int32) -> Int32:
-        """Return the number of warps that have columns. width: columns of a stream, C."""
+        """Return how many warps it takes to have all columns of a token's n streams. width: columns of a stream, C.
+
+        The grid may have more warps; those have no columns.
+        """
         return self._across(width) * self.n
 
     def place(self, warp: Int32, width: Int32) -> Place:

@@ -2,8 +2,8 @@
 
 Elements are decoded as in narrow.py, but the scales are no powers of two: a pair of elements becomes two float32
 numbers, which are multiplied by the block's scale and rounded to bfloat16. The result equals the weight dequantised to
-bfloat16. It takes 5 instructions a pair; with powers of two it takes 1. A stage is 64 deep, so each weight row has one
-scale in a stage.
+bfloat16. Scaling a pair takes 5 instructions; with powers of two it takes 1. A stage holds 64 elements of a weight row,
+half a block, so each weight row has one scale in a stage.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class PendingScales(Invariant):
         self.words.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
-        """Return the bits of the scale of k-tile number `place` of the run; `block` is 0."""
+        """Return the bits of the scale of k-tile number `place` of the run. block: always 0, since a k-tile lies in one
+        scale block."""
         return self.words[place]
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scale of k-tile `tile`, number `place` of the run.
+        """Start to load the scale of k-tile `tile` of the contraction, which is number `place` of its run, into a
+        register.
 
         Past the last block, use scale 0, since a stale NaN scale would turn padding zeros into NaN.
         """
@@ -69,8 +71,8 @@ def product_in_float32(pair: Int32, scale: Int32) -> Int32:
 
 
 class BlockScaled(Narrow):
-    """Weights with float32 block scales. The multipliers, in registers and in shared memory, are the bits of these
-    scales.
+    """An operand of weights with float32 block scales. Its multipliers, in registers and in shared memory, are the bits
+    of these scales instead of bfloat16 numbers.
     """
 
     def make_pending(self, weights: Format) -> PendingScales:
@@ -81,13 +83,13 @@ class BlockScaled(Narrow):
 
 
 class BlockE4m3(BlockScaled, NarrowE4m3):
-    """E4M3 weights with float32 block scales, for tiles of many rows."""
+    """E4M3 weights with float32 block scales, for tiles of many rows of x."""
 
     pass
 
 
 class BlockE4m3ByFours(BlockScaled, NarrowE4m3ByFours):
-    """E4M3 weights with float32 block scales, for tiles of few rows."""
+    """E4M3 weights with float32 block scales, for tiles of few rows of x."""
 
     pass
 
@@ -98,14 +100,14 @@ def block_narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Return the addresses from which a thread copies weights and float32 block scales. Past an expert's last row, the
-    last row's scales are read again.
+    """Return the addresses from which a thread copies weights and loads float32 block scales. Past an expert's last
+    weight row, the scales of the last weight row are read again.
 
     Args:
         lines: the addresses of the thread's weight rows.
         w_scale: the address of the scales (memory/block_scales.py).
         depth: elements of a weight row.
-        parts, part_n: parts of a tile (2 with a gate) and columns of each.
+        parts, part_n: number of parts of the tile's columns (2 with a gate: a and u, else 1), and columns of each part.
         layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
     """
     thread, _, _ = cute.arch.thread_idx()

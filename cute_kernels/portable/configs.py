@@ -29,8 +29,9 @@ def glu_form(
     """Return the activation form and the layout form of an FC1 kernel: keys of specs.ACTIVATION_FORMS and
     specs.LAYOUT_FORMS.
 
-    One kernel serves all merged activations, gated or not, and all layouts. With transposed weights, each layout has a
-    kernel of its own. width: I.
+    One kernel serves all merged activations (`formulas.Formula.is_merged`) that have a gate, another all that have
+    none. A gated kernel serves every gate layout if I is a multiple of 32 (form "blocked"), otherwise "concat" and
+    "interleaved" (form "strided"). With transposed weights, each gate layout has a kernel of its own. width: I.
     """
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:
@@ -54,6 +55,7 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
 
 
 ALLOWED_DIAGNOSTICS = {MhcSpec("project", dtype, 8, arch="sm_90").name: ("spills",) for dtype in DTYPES}
-"""Compiler diagnostics that a build accepts, by spec name. Here: 4 spilled bytes in the kernel `exact` on sm_90, which
-only our tests run. The two known remedies spill elsewhere: copies in shorter runs spill 8 bytes on sm_120, finding the
-weight's places in each step 4 bytes on sm_80."""
+"""Compiler diagnostics that a build accepts, by spec name. Here: the mHC kernel "project" for 8 streams spills 4 bytes
+in its kernel for float32 weights (mhc/project_exact.py) on sm_90, an architecture whose kernels only our tests run. The
+two known remedies spill on other architectures: copying in shorter runs spills 8 bytes on sm_120; computing the
+weight's addresses anew in each step spills 4 bytes on sm_80."""

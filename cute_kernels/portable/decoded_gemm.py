@@ -1,5 +1,5 @@
-"""The grouped GEMM of 16-bit rows and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks), which are decoded on their
-way from shared memory to mma.sync."""
+"""The grouped GEMM of 16-bit rows of x and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks), which are decoded on
+their way from shared memory to mma.sync."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,8 +28,8 @@ BLOCK_REGS = 2 * MXFP8.block // 4
 class RoundingEpilogue(ActivationEpilogue):
     """Epilogue of a fused FC1 with decoded weights: act = activation(acc + bias) * scale[row].
 
-    If the operands' activation is in values of MXFP8 (`rounds`), results are rounded to what quantising them from
-    float32 and dequantising would give, in blocks of 32 columns.
+    If the operands require that `act` holds values of MXFP8 (`rounds`), each result is rounded to the value that it
+    would have after quantisation from float32 to MXFP8, in blocks of 32 columns, and dequantisation.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
@@ -52,7 +52,8 @@ class RoundingEpilogue(ActivationEpilogue):
 def _round(outputs: cute.Tensor, first: int) -> None:
     """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8.
 
-    Three other lanes hold the row's other results in the block. first: the first of the eight registers.
+    Three other lanes hold the row's other 24 results in the block; shuffles find the greatest magnitude of all 32.
+    first: index of the first of the eight registers.
     """
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
     amax = Int32(0)
@@ -66,7 +67,7 @@ def _round(outputs: cute.Tensor, first: int) -> None:
 
 
 class DecodedGemm(GroupedGemm):
-    """The grouped GEMM of 16-bit rows and decoded weights. weights: the weights' format."""
+    """The grouped GEMM of 16-bit rows of x and quantised weights that are decoded. weights: the weights' format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -88,7 +89,7 @@ class DecodedGemm(GroupedGemm):
         Args:
             groups: the first four fields of `Groups`.
             inputs: the epilogue's inputs.
-            position: ignored, see `GroupedGemm.launch`.
+            position: ignored, since CTAs draw no tickets (`GroupedGemm.launch`).
         """
         GroupedGemm.launch(
             self, x, w, (y,), groups, Int64(0), Int64(0), inputs, num_sms, position, stream

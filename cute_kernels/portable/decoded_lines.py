@@ -65,7 +65,8 @@ class DecodedAcross(Operand):
         self.of_thread.copy(sources, self._slot(stage), k)
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
-        """Start to load the scales of k-tile `tile`; write the previous k-tile's scales to its stage `before`."""
+        """Write the previous k-tile's scales, which have arrived in registers, to its stage `before`; start to load the
+        scales of k-tile `tile`."""
         self.of_thread.start_loads(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
@@ -76,8 +77,8 @@ class DecodedAcross(Operand):
             self.of_thread.write(chunks, scales, self.smem, (time,))
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
-        """Read columns 16 * `pair` to 16 * `pair` + 15, and 16 weight rows (step `k`), of the k-tile that was decoded
-        last."""
+        """Read, of the k-tile that was decoded last, the 16 columns from 16 * `pair` on in step `k` (16 weight rows).
+        Return them as words of mma.sync's operand b."""
         self.numbers.smem = self.smem
         return self.numbers.columns(Int32(0), pair, k)
 
@@ -91,8 +92,8 @@ class Operands(NamedTuple):
 
 
 class DecodedLinesGemm(GroupedGemm):
-    """The grouped GEMM of 16-bit rows and quantised weights that contracts over weight rows. weights: the weights'
-    format."""
+    """The grouped GEMM of 16-bit rows of x and quantised weights w [E, K, N] that contracts over weight rows (K).
+    weights: the weights' format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -111,7 +112,7 @@ class DecodedLinesGemm(GroupedGemm):
         Args:
             groups: the first four fields of `Groups`.
             inputs: the epilogue's inputs.
-            position: ignored, see `GroupedGemm.launch`.
+            position: ignored, since CTAs draw no tickets (`GroupedGemm.launch`).
         """
         columns = Int32(y.shape[1])
         experts = experts_of(w, inputs.w_scale, self.weights, columns)

@@ -24,18 +24,19 @@ from .store import RowStore, Slots, make_store
 
 
 class PreactSlots(Invariant):
-    """Slots of a tile's chunks: for each chunk a slot of act, then the slots of its preactivation. The interface is
-    described at `epilogue.preact.PreactPair`."""
+    """Slots (8 KB of shared memory each) of all chunks (64 x 64 outputs) of a tile. Each chunk has one slot for act,
+    then the slots of its preactivation: two with a gate, else one. This object is the `ring` of a `PreactPair`
+    (epilogue/preact.py), but no slot is used twice in a tile."""
 
     def __init__(self, slots: Slots, layout: PreactLayout):
         self.slots, self.layout, self.smem = slots, layout, slots.smem
 
     def act_slot(self, number: Int32) -> Int32:
-        """Return the slot for act of chunk `number` (64 x 64 outputs)."""
+        """Return the index of the slot that holds act of chunk `number` (64 x 64 outputs)."""
         return number * (1 + self.layout.slots)
 
     def slot(self, number: Int32 | int, slot: int) -> Int32 | int:
-        """Return slot number `slot` of the preactivation of chunk `number`."""
+        """Return the index of slot `slot` (0 or, with a gate, 1) of the preactivation of chunk `number`."""
         return number * (1 + self.layout.slots) + 1 + slot
 
     def load(self, preact: RowStore, work: WorkTile, chunk: int, row: Int32, column: Int32) -> None:
@@ -43,7 +44,7 @@ class PreactSlots(Invariant):
 
         Args:
             preact: the store of the preactivations.
-            row, column: the chunk's first output.
+            row, column: row and column of the chunk's first output.
         """
         for slot in range(self.layout.slots):
             at, half = self.layout.column(column, slot)
@@ -57,7 +58,7 @@ class PreactSlots(Invariant):
 
 
 class Pair(PreactPair):
-    """A thread's access to a chunk's slots, by loads of two elements."""
+    """A thread's access to the preactivations of a chunk in its slots, by loads of two elements at a time."""
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
         for i in range(cute.size(target) // 2):

@@ -27,7 +27,8 @@ class Operands(NamedTuple):
         rows: the rows of x.
         weights: experts' weights.
         depth: elements of the contraction; with x in halves, of each half.
-        w_scale: the address of scales [E, rows, blocks of depth] of weights that are decoded.
+        w_scale: the address of the scales of weights that are decoded: [E, weight rows, blocks of depth], or with
+            blocks of 128 x 128 as in memory/block_scales.py.
     """
 
     rows: Rows
@@ -66,12 +67,14 @@ class GroupedGemm(TileKernel):
         Args:
             outputs: the tensors that the epilogue stores.
             groups: the first four fields of `Groups`.
-            w_table: the address of experts' offsets, as in `weight_view`.
-            rows: the address of int32 [T], the row of x that each row reads; 0: rows lie in order.
+            w_table: the address of experts' offsets, as in `weight_view`; 0: w is packed.
+            rows: the address of int32 [T], the index of the row of x for each row of the result; 0: rows of x lie in
+                order.
             inputs: the epilogue's inputs.
             position: ignored, since each CTA's tiles are fixed (no tickets), and no launch starts before the previous
                 kernel ends.
-            w_up: the address of the weights' second half, `up` of `weight_view`.
+            w_up: the address of a second weight tensor like w: the linear half of a gated layer or, with `in_halves`,
+                the weight of the second half of x's columns. 0 or None: w has all weights.
         """
         view, expert = weight_view(w, w_table, self.parts, self.layout, self.transposed, inputs.gate, w_up)
         n = Int32(w.shape[2]) if const_expr(self.transposed) else weight_rows(w, w_up)

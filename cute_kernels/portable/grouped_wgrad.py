@@ -32,17 +32,18 @@ from .store import Place, Slots
 
 
 class WgradWalk(SameTiles, TileWalk):
-    """The walk through the tiles of groups that all have the same tiles, even empty groups."""
+    """The tile scheduler of the weight gradient: every group, even an empty one, has the same tiles, which cover its
+    dw. The warps that multiply also find their tiles."""
 
 
 class WgradInputs(NamedTuple):
     """Run-time inputs of the epilogue.
 
     Attributes:
-        base, address: the address of dw and the offsets of experts' dw (memory/weights.py).
-        rows, columns: sizes of an expert's dw.
-        mask: the address of bool [E], which says for each group whether it adds to dw; 0: `accumulate` decides.
-        accumulate: not 0: all groups add to dw.
+        base, address: the address of dw, and experts' offsets from it (memory/weights.py).
+        rows, columns: number of rows and columns of an expert's dw.
+        mask: the address of bool [E], True for each group that adds to dw; 0: `accumulate` decides for all groups.
+        accumulate: read only if there is no mask. Not 0: all groups add to dw; 0: all groups overwrite dw.
     """
 
     base: Int64

@@ -78,7 +78,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """Start to copy one run (the k-tiles between two barriers), from `tile` on, into the stages from `stage` on.
+        """Start to copy one run (the k-tiles between two barriers) of both operands, from k-tile `tile` on, into the
+        stages from `stage` on.
 
         Nothing is copied past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts
         stay fixed.
@@ -112,11 +113,12 @@ class Mainloop(Invariant):
             self._add(acc, rows, pair, self.b.columns(stage, pair, k))
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
-        """Add, for each slab (64 rows of the tile), the product of 16 rows and the 16 columns from 16 * `pair` on.
+        """Add to the accumulators, for each slab (64 rows of the tile), the product of 16 rows of the slab and of the
+        16 columns from 16 * `pair` on.
 
         Args:
-            rows: a list of words for each slab.
-            columns: words as `columns` of operand b returns.
+            rows: for each slab, its four words of mma.sync's operand a.
+            columns: words of operand b, as b's `columns` returns them.
         """
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
@@ -133,7 +135,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """Add the accumulators of warps 1, 2 and 3, in this order, to warp 0's, if the warps share the depth."""
+        """If the tile is split (each warp multiplied a part of the depth), add the accumulators of warps 1, 2 and 3, in
+        this order, to warp 0's; otherwise do nothing."""
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

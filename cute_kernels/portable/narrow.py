@@ -2,11 +2,11 @@
 
 A stage holds the weights' bytes as they lie in memory and, for each weight row and scale block, a multiplier: the
 bfloat16 number by which the block's elements are multiplied, in both halves of a word. Multipliers are computed one run
-(mainloop.py) ahead: a thread loads the scale bytes of one weight row, and writes their multipliers when it loads the
-next scale bytes.
+(the k-tiles between two barriers) ahead: a thread loads the scale bytes of one weight row for a run, and writes their
+multipliers to shared memory when it loads the scale bytes of the next run.
 
-For each column, mma.sync takes two pairs of every 16 elements from a lane. Any order of the 16 elements is right if the
-rows of x are in the same order. With t = lane % 4, a lane takes
+A step of the mainloop is 16 elements of the contraction, of which mma.sync takes two pairs for each column from a lane.
+Any order of the 16 elements is right if the rows of x are in the same order. With t = lane % 4, a lane takes
 
     E4M3, few rows    elements 4t .. 4t + 3, a word. Pairs are bytes 0, 2 and bytes 1, 3: a shift and a mask each.
     E4M3, many rows   elements 2t + (0, 1) and 8 + 2t + (0, 1). The order for few rows needs more registers for x's
@@ -80,8 +80,8 @@ def e4m3_pairs(word: Int32) -> list[Int32]:
 
 
 def nan_bytes(word: Int32) -> Int32:
-    """Return a word that has a byte's sign bit set only if one of four E4M3 numbers is NaN; its other bits are
-    arbitrary.
+    """Return a word in which the sign bit of some byte is set exactly if one of the four E4M3 numbers in `word` is NaN;
+    all other bits are arbitrary.
 
     Adding 1 to a byte changes its sign bit if all its other bits are 1, and only such a byte carries into the next.
     """
@@ -89,12 +89,12 @@ def nan_bytes(word: Int32) -> Int32:
 
 
 class NarrowLines(NamedTuple):
-    """Addresses of a thread's copies of weights, and of its scales.
+    """Global-memory addresses from which a thread copies weights and loads scales.
 
     Attributes:
-        parts, distances: the thread's weight rows, see `Lines`.
-        scales: the address of the scales of the weight row whose scales this thread loads.
-        blocks: scales of a row.
+        parts, distances: the addresses of the weight rows that the thread copies, as in `Lines`.
+        scales: the address of the scales of the one weight row whose scales this thread loads.
+        blocks: number of scales of a weight row.
     """
 
     parts: tuple[Int64, ...]
@@ -119,7 +119,8 @@ class ScaleBytes(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scales of k-tile `tile`, number `place` of the run.
+        """Start to load the scale bytes of k-tile `tile` of the contraction, which is number `place` of its run, into
+        registers.
 
         Past the last block, use byte 0, since a stale NaN scale would turn padding zeros into NaN.
         """
@@ -131,8 +132,8 @@ class ScaleBytes(Invariant):
 
 
 class ScaleWords(Invariant):
-    """Registers for the scale bytes that a thread is loading, if a k-tile has four blocks. A k-tile's scales are one
-    load if rows of scales are whole words, else four."""
+    """Registers for the scale bytes that a thread is loading, if a k-tile has four blocks: a word for each k-tile of a
+    run. The four bytes are one load if the scales of a weight row fill whole words, otherwise four loads."""
 
     def __init__(self, run: int, blocks: int):
         assert blocks == BYTES
@@ -147,7 +148,8 @@ class ScaleWords(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scales of k-tile `tile`, number `place` of the run; 0 past the last block."""
+        """Start to load the scale bytes of k-tile `tile` of the contraction, which is number `place` of its run, into a
+        register. Bytes past the last block are 0."""
         number = tile * BYTES
         self.words[place] = Int32(0)
         if (sources.blocks | Int32(sources.scales)) % BYTES == 0:
@@ -160,11 +162,11 @@ class ScaleWords(Invariant):
 
 
 class Narrow(Along):
-    """An operand of weight rows in a narrow format, one for each of the 128 threads; thread i loads the scales of row
-    i. A subclass for each element type decodes it.
+    """An operand of weight rows in a narrow format. Each of 128 threads loads the scales of one weight row. Subclasses
+    decode one element type each.
 
     Args:
-        lines: weight rows of a tile, 128.
+        lines: number of weight rows of a tile; it must be 128.
         few_rows: True if the tile has few rows of x.
 
     Attributes:
@@ -210,8 +212,8 @@ class Narrow(Along):
             self.pending.start_loads(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
-        """Return the position of a block's multiplier among the multipliers of k-tile `tile`, which are in the order of
-        steps.
+        """Return the position, among the multipliers of k-tile `tile`, of the multiplier of scale block number `block`.
+        Multipliers lie in the order in which the k-tile's steps use them.
         """
         return block
 
@@ -224,8 +226,8 @@ class Narrow(Along):
         return product(pair, multiplier)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
-        """Read and decode the 16 columns from 16 * `pair` on, in step `k` (16 elements of the depth). Return four words
-        of a lane: both halves of the depth of the first 8 columns, then of the last 8."""
+        """Read and decode the 16 columns from 16 * `pair` on, in step `k` (16 elements of the depth). Return the lane's
+        four words of mma.sync's operand b: both halves of the step for the first 8 columns, then for the last 8."""
         multipliers, words = cute.make_rmem_tensor(2, Int32), []
         of_lane = self._multipliers(stage)[((self.lane // 4, None), k // self.steps_per_block)]
         cute.autovec_copy(cute.local_tile(of_lane, (2,), (pair,)), multipliers)
@@ -253,7 +255,7 @@ class Narrow(Along):
 
 
 class NarrowE4m3(Narrow):
-    """E4M3 weights for tiles of many rows. A lane reads pairs of neighbouring elements."""
+    """E4M3 weights for tiles of many rows of x. A lane reads pairs of neighbouring elements."""
 
     element, shift = E4m3, (EXPONENT_BIAS + 120) * EXPONENT_ONE
 
@@ -263,8 +265,8 @@ class NarrowE4m3(Narrow):
 
 
 class NarrowE4m3ByFours(NarrowE4m3):
-    """E4M3 weights for tiles of few rows. A lane reads four neighbouring elements. NaN is decoded as a number, so
-    `columns` notes for each column whether it met one."""
+    """E4M3 weights for tiles of few rows of x. A lane reads four neighbouring elements. NaN is decoded as the number
+    480, so `columns` notes for each column whether it met a NaN, and `nans` reports these columns."""
 
     notes_nans = True
 
@@ -316,8 +318,8 @@ ELEMENTS: dict[str, type[Element]] = {E4M3: E4m3, E2M1: E2m1}
 
 
 def narrow(lines: int, weights: Format, few_rows: bool) -> Narrow:
-    """Make the operand of `lines` weight rows in a format, in the order of elements that suits the tile. few_rows: the
-    tile has few rows of x."""
+    """Make the operand of `lines` weight rows for a format's element type. few_rows: the tile has few rows of x, for
+    which E4M3 elements are read in another order (see the top of this file)."""
     kinds = {E4M3: NarrowE4m3ByFours if few_rows else NarrowE4m3, E2M1: NarrowE2m1}
     return kinds[weights.element](lines, weights, few_rows)
 
@@ -328,14 +330,14 @@ def narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Return the addresses from which a thread copies weights and scales. Past an expert's last row, the last row's
-    scales are read again.
+    """Return the addresses from which a thread copies weights and loads scales. Past an expert's last weight row, the
+    scales of the last weight row are read again.
 
     Args:
         lines: the addresses of the thread's weight rows.
-        w_scale: the address of the scales, which lie as [E, rows, blocks of depth].
+        w_scale: the address of the scales, which lie as [E, weight rows, blocks of depth].
         depth: elements of a weight row.
-        parts, part_n: parts of a tile (2 with a gate) and columns of each.
+        parts, part_n: number of parts of the tile's columns (2 with a gate: a and u, else 1), and columns of each part.
         layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
     """
     thread, _, _ = cute.arch.thread_idx()

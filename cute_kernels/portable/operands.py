@@ -5,7 +5,7 @@ line, in chunks of 16 bytes. Across: an operand whose lines lie across the contr
 blocks of 64 elements a line (8 KB), which ldmatrix transposes.
 
 Chunks are swizzled so that 8 chunks that are read at once lie in different banks: chunk c of a line of 128 bytes is at
-c ^ line % 8. Narrower lines share 128 bytes; lines that share 128 bytes count as one line in the swizzle.
+c ^ line % 8. Lines of less than 128 bytes share 128 bytes, and count together as one line in the swizzle.
 
 A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
 
@@ -47,8 +47,9 @@ class Lines(NamedTuple):
     """Global-memory addresses of the lines that a thread copies.
 
     Attributes:
-        parts: an address for each of the tile's consecutive parts.
-        distances: for each line, its distance from the address of its part: int32, in units of 16 bytes, to save
+        parts: a base address for each part of the operand's lines. With a gate, weights have two parts: the rows of a,
+            then the rows of u; otherwise there is one part.
+        distances: for each line, its distance from the base address of its part: int32, in units of 16 bytes, to save
             registers.
     """
 
@@ -117,8 +118,8 @@ class Along(Operand):
             copy_chunk(target + self.at(self.line, self.chunk) + i * self.step * self.line_bytes, source, num_bytes)
 
     def matrices(self, stage: Int32, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Read four matrices of 8 lines of 16 bytes by ldmatrix. Each lane passes the place (line, chunk) of one
-        line."""
+        """Read four matrices of 8 lines of 16 bytes by ldmatrix; return a word of each. Each lane passes the place
+        (line, chunk) of one line of a matrix."""
         at = self.smem + stage * self.stage_bytes + self.at(line, chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, False)
@@ -153,12 +154,12 @@ class Contraction(NamedTuple):
     """Global-memory addresses of an operand's lines across the contraction, of one tile.
 
     Attributes:
-        blocks: for each block of 64 elements, the address of the thread's chunk in line 0, and whether the matrix has
-            its columns.
-        pitch: distance of two lines, in units of 16 bytes.
-        first: the index of the first line to contract.
-        indices: the address of int32 line indices, each below `count`; 0: lines lie in order.
-        count: lines of the matrix.
+        blocks: for each block of 64 elements, the address of the thread's chunk in line 0, and whether the chunk lies
+            inside the matrix.
+        pitch: distance of consecutive lines, in units of 16 bytes.
+        first: the position of the first line to contract: in `indices` or, without indices, in the matrix.
+        indices: the address of int32 line indices, which are clamped to 0 .. count - 1; 0: lines lie in order.
+        count: number of lines of the matrix.
     """
 
     blocks: tuple[tuple[Int64, Boolean], ...]
@@ -181,8 +182,8 @@ class Across(Operand):
 
     @cute.jit
     def copy(self, sources: Contraction, stage: Int32, k: Int32, depth: Int32):
-        """Start to copy a k-tile, lines k to k + 63 (each of the `width` elements of one contraction index), into a
-        stage; write zeros from line `depth` on."""
+        """Start to copy a k-tile, lines k to k + 63 of the contraction, into a stage; write zeros from line `depth` on.
+        A line is the `width` elements of one index of the contraction."""
         target = self.smem + stage * self.stage_bytes + chunk_at(self.line, self.chunk)
         for i in cutlass.range_constexpr(DEPTH // STEP):
             line = k + self.line + i * STEP
@@ -205,8 +206,8 @@ class Across(Operand):
         return row * sources.pitch
 
     def _matrices(self, stage: Int32, first: Int32 | int, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Read four matrices of 8 lines of 8 elements by ldmatrix, transposed, from the block that holds element
-        `first`. Each lane passes the place (line, chunk) of one line."""
+        """Read four matrices of 8 lines of 8 elements by ldmatrix, transposed, from element `first` of the lines on;
+        return a word of each. Each lane passes the place of one line of a matrix: line, and chunk after `first`."""
         at = self.smem + stage * self.stage_bytes + first // BLOCK * BLOCK_BYTES
         at += chunk_at(line, first % BLOCK // 8 + chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)

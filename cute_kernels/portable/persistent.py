@@ -38,7 +38,7 @@ class States(Invariant):
     """Factory of an epilogue's states: a tile has one state before the mainloop and another after it.
 
     If one state served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were
-    spilled on sm_80, 104 on sm_86. own: tensors in shared memory besides the slots, by name.
+    spilled on sm_80, 104 on sm_86. own: the epilogue's tensors in shared memory besides the slots, by name.
     """
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
@@ -92,7 +92,7 @@ class TileKernel(Invariant):
 
         Args:
             operands, inputs: run-time inputs of the mainloop and of the epilogue.
-            stores: a store for each output tensor.
+            stores: a `RowStore` for each output tensor.
         """
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)

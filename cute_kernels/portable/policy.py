@@ -25,7 +25,7 @@ _OF_TRAINING = ("grouped_wgrad", "grouped_dglu", "quantize_mxfp8")
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """Return the default policy: tiles in a fixed order."""
+    """Return the default `GemmPolicy`: no tickets, and every CTA's tiles are fixed, in the order of experts."""
     return GemmPolicy()
 
 
@@ -41,7 +41,7 @@ def rows_decide(problem: PolicyProblem) -> bool:
 
 
 def fixed_tile(problem: PolicyProblem) -> TileConfig:
-    """Return the tile that the rule by rows an expert chooses."""
+    """Return SMALL for at most MOST_ROWS rows an expert on average, if it ships for the problem; otherwise LARGE."""
     few = rows_decide(problem) and problem.rows <= MOST_ROWS * problem.experts
     return SMALL if few else LARGE
 
@@ -54,7 +54,7 @@ def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
 
 
 def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
-    """Return nothing: no alternatives are known to be faster than the tiles."""
+    """Return no suggestions: no other call is known to be faster here."""
     return ()
 
 
@@ -68,7 +68,7 @@ even_us = time_us
 
 
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
-    """Return every tile for elements of `bits` bits; there are only 16-bit ones."""
+    """Return every tile for operands with elements of `bits` bits: TILES for 16 bits, otherwise none."""
     return TILES if bits == 16 else ()
 
 

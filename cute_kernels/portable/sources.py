@@ -19,10 +19,11 @@ class Rows(NamedTuple):
     """The rows of a matrix in global memory.
 
     Attributes:
-        address: the first row.
-        pitch: distance of two rows, in units of 16 bytes.
-        count, columns: rows, and elements of a row.
-        indices: the address of int32 [T], the index of each row to read, clamped to `count`; 0: rows lie in order.
+        address: the address of the first row.
+        pitch: distance of consecutive rows, in units of 16 bytes.
+        count, columns: number of rows, and of elements of a row.
+        indices: the address of int32 [T], the index of each row to read, clamped to 0 .. count - 1; 0: rows lie in
+            order.
     """
 
     address: Int64
@@ -37,9 +38,10 @@ class Weights(NamedTuple):
 
     Attributes:
         base, expert: the address from which offsets count, and experts' offsets (memory/weights.py).
-        pitch: distance of two rows, in units of 16 bytes.
-        count: rows of each part; if weights are transposed, columns of each part.
-        gate: the order of a gated layer's rows.
+        pitch: distance of consecutive weight rows in memory, in units of 16 bytes.
+        count: weight rows of each part (a or u of a gated layer; otherwise there is one part); if weights are
+            transposed, columns of each part.
+        gate: the order of a gated layer's weight rows.
     """
 
     base: Int64
@@ -50,7 +52,7 @@ class Weights(NamedTuple):
 
 
 def rows_of(x: cute.Tensor, indices: Int64) -> Rows:
-    """Make the rows of a matrix [T, columns] in 16 bits, in host code. indices: see `Rows`."""
+    """Describe a 16-bit matrix x [rows, columns] as `Rows`, in host code. indices: as in `Rows`."""
     unit = CHUNK_BYTES * 8 // x.element_type.width
     return Rows(x.iterator.toint(), Int32(x.stride[0] // unit), Int32(x.shape[0]), indices, Int32(x.shape[1]))
 
@@ -73,8 +75,13 @@ def weight_sources(
     weights: Weights, work: WorkTile, operand: Along, part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> Lines:  # fmt: skip
-    """Return the addresses from which a thread copies weights. Each part has `part_n` of the tile's columns. Past an
-    expert's last row, the last row is read again; its results are never stored. layout: a key of specs.LAYOUT_FORMS."""
+    """Return the addresses from which a thread copies weight rows. Past an expert's last weight row, that row is read
+    again; its results are never stored.
+
+    Args:
+        part_n: columns of the tile for each part (a and u of a gated layer; otherwise there is one part).
+        layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
+    """
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
         column = work.n_tile * part_n + i * operand.step % part_n + operand.line
@@ -85,7 +92,7 @@ def weight_sources(
 
 
 def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
-    """Return the address of part 0 or 1 of the weights of the tile's expert."""
+    """Return the address of part 0 (a) or 1 (u) of the weights of the tile's expert."""
     units = expert_offset(weights.expert, work.expert) + part_offset(weights.expert, part)
     return weights.base + units * UNIT_BYTES
 
@@ -93,8 +100,12 @@ def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
 def transposed_sources(
     weights: Weights, work: WorkTile, operand: Across, parts: int, half: Int32 | int = 0
 ) -> Contraction:  # fmt: skip
-    """Return the addresses from which a thread copies transposed weights, whose columns are the tile's columns. half: 0
-    for the first of two weight tensors, 1 for the second."""
+    """Return the addresses from which a thread copies transposed weights, whose columns are the tile's columns.
+
+    Args:
+        parts: number of parts of the tile's columns: 2 (a and u) with a gate, else 1.
+        half: 0 for the first of two weight tensors, 1 for the second.
+    """
     per_part = operand.num_blocks // parts
     to_half = half * weights.expert.part_units * UNIT_BYTES
     blocks = []
@@ -107,8 +118,8 @@ def transposed_sources(
 
 
 def column_sources(rows: Rows, work: WorkTile, operand: Across, tile: Int32) -> Contraction:
-    """Return the addresses from which a thread copies the columns of tile number `tile` of a group's rows. A weight
-    gradient contracts these rows."""
+    """Return the addresses from which a thread copies columns of a matrix whose rows a weight gradient contracts: all
+    rows of the group, in the columns of tile number `tile` along the columns."""
     blocks = []
     for number in range(operand.num_blocks):
         column = (tile * operand.num_blocks + number) * BLOCK + operand.chunk * 8

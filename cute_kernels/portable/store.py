@@ -23,7 +23,7 @@ class Place(NamedTuple):
     """The place in global memory that a slot is stored to or loaded from.
 
     Attributes:
-        address: its first element.
+        address: the address of its first element.
         pitch: bytes from row to row.
         rows, columns: how many rows (of the group, or of dw) and columns follow from the first element on. The rest of
             the slot is not stored, and zeros are loaded for it.
@@ -36,10 +36,10 @@ class Place(NamedTuple):
 
 
 class RowStore(NamedTuple):
-    """The store of an output tensor of 16-bit elements.
+    """Addresses by which tiles of a tensor of 16-bit elements in global memory are stored or loaded.
 
     Attributes:
-        address: the tensor's first element.
+        address: the address of the tensor's first element.
         pitch: bytes from row to row.
         columns: columns of the tensor, or of each half.
         half: bytes from the first half to the second; 0: there are no halves.
@@ -76,7 +76,7 @@ class RowStore(NamedTuple):
 
 
 class ByteStore(RowStore):
-    """The store of an output tensor of 8-bit elements."""
+    """The `RowStore` of a tensor of 8-bit elements."""
 
     @property
     def itemsize(self) -> int:
@@ -84,7 +84,7 @@ class ByteStore(RowStore):
 
 
 def make_store(view: cute.Tensor) -> RowStore:
-    """Make the store of a tensor (T, columns[, half]), in host code."""
+    """Make the RowStore (8-bit elements: ByteStore) of a tensor (T, columns[, half]), in host code."""
     itemsize = view.element_type.width // 8
     kind = ByteStore if itemsize == 1 else RowStore
     half = Int64(view.stride[2] * itemsize) if cute.rank(view) == 3 else Int64(0)
@@ -147,7 +147,7 @@ class Slots(slots.Slots):
         """Do nothing: when `start` returns, it has read its slot."""
 
     def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
-        """Publish a filled slot and write it to its place; see `start`."""
+        """Publish a filled slot and write it to its place; if `adds`, add it to the numbers there. target: ignored."""
         self.sync()
         self.start(None, place, slot, adds)
 

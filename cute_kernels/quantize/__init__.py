@@ -1,1 +1,2 @@
-"""Block scales, and the kernels that quantise rows and fold weights (give a row of blocks one common scale)."""
+"""Block scales, and the kernels that quantise rows or columns and fold weights (rescale the blocks of a weight row so
+that they share one scale)."""

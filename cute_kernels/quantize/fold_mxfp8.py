@@ -50,8 +50,8 @@ RUN = BLOCK // SLOTS  # rows of a block that a thread has
 
 
 def quantised_max(amax: Float32) -> Float32:
-    """Return the E4M3 element, as float32 and without the scale, to which amax is quantised in a block with this
-    greatest magnitude."""
+    """Return the E4M3 element to which amax is quantised in a block whose greatest magnitude is amax. The element is
+    returned as float32, without the block's scale."""
     pair = cute.make_rmem_tensor(FOUR, Float32)
     pair.fill(amax * multiplier_of(exponent_of(amax)))
     quantised = cute.make_rmem_tensor(FOUR, Float8E4M3FN)
@@ -66,11 +66,12 @@ def row_exponent(amax: Float32) -> Int32:
 
 
 def shift_of(exponent: Int32, target: Int32) -> Int32:
-    """Return the factor 2^(exponent - target) as two equal float16 numbers in a word.
+    """Return the factor 2^(exponent - target), which rescales a block's elements to its row's scale, as two equal
+    float16 numbers in a word.
 
     exponent, target: biased exponents of the block's scale and of the row's. A factor below 2^-24 becomes 0: its
-    products would be below half of E4M3's least number anyway. If the block's exponent means NaN, the result does not
-    matter.
+    products would be below half of E4M3's least number anyway. If the block's scale is NaN, any factor will do, since
+    all elements of the block are NaN.
     """
     power = (cutlass.max(exponent - target + UNIT_EXPONENT, Int32(0)) << 23).bitcast(Float32)
     pair = cute.make_rmem_tensor(2, Float16)
@@ -101,7 +102,8 @@ def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
 
 
 class FoldMxfp8(Invariant):
-    """Base of the kernels of both axes: w in bfloat16, float16 or float32, read in vectors of 16 bytes."""
+    """Base of the kernels that fold w by rows and by columns. w is in bfloat16, float16 or float32, and is read in
+    vectors of 16 bytes."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         self.name = name
@@ -141,7 +143,7 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch with as few warps a row as hold it in registers: a power of two, at most 8."""
+        """Launch with as few warps a row as can hold the row in registers: a power of two, at most 8."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         held = WARP * HELD * self.vector
         warps_a_row = Int32(1)
@@ -202,7 +204,7 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
-        """Return the row's greatest magnitude to all threads of the row. maxima: this thread's maxima, as words
+        """Return, in all threads that share a row, the row's greatest magnitude. maxima: this thread's maxima, as words
         (`Magnitudes`).
         """
         thread, _, _ = cute.arch.thread_idx()
@@ -343,7 +345,8 @@ class FoldColumns(FoldMxfp8):
     def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
         """Return the biased exponents of the scales of the thread's columns.
 
-        maxima: the maxima over this thread's rows. The CTA's threads exchange theirs through shared memory.
+        maxima: each column's greatest magnitude in the thread's rows, as words (`Magnitudes`). Threads of the same
+            columns exchange their maxima by shuffles and through shared memory.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % STRIP_LANES

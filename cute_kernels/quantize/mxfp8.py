@@ -31,13 +31,14 @@ from .tile import (
 
 
 class QuantizeMxfp8(Invariant):
-    """Kernel for x in bfloat16, float16 or float32.
+    """Kernel that quantises x (bfloat16, float16 or float32) to E4M3 with an E8M0 scale for each block.
 
-    Rows start at multiples of 16 bytes and hold a multiple of 32 elements.
+    Rows of x start at multiples of 16 bytes and hold a multiple of 32 elements.
 
     Args:
-        axis: blocks lie along "row", along "col", or "both" copies are made.
-        tile: STRIP, which works only for plain scales of 32 elements; None: `tile_of`, which works for all layouts.
+        axis: "row": blocks lie along rows; "col": along columns; "both": the kernel makes both copies.
+        tile: STRIP, which works only for plain scales of blocks of 32 elements; None: the tile that `tile_of` returns,
+            which works for all layouts of scales.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
@@ -128,15 +129,16 @@ class QuantizeMxfp8(Invariant):
         return values
 
     def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
-        """Return the `vector` elements of a dtype at an address as a tensor, aligned to its size in bytes."""
+        """Return a tensor of `vector` elements of a dtype in global memory, at an address that is aligned to the
+        tensor's size."""
         align = self.vector * dtype.width // 8
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     @cute.jit
     def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
-        """Return the row bounds of a band that begins at row `band`. Group ends are sorted, and are clamped to x's rows
-        here.
+        """Return the row bounds (`Reach`) of the band of 128 rows that begins at row `band`. Group ends must be sorted;
+        they are clamped to x's rows here.
         """
         rows = Int32(x.shape[0])
         end = rows
@@ -236,7 +238,7 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
-        """Write to `exponents` the scale bytes of this thread's columns.
+        """Write to `exponents`, for each of this thread's columns, the scale byte of the block that holds its elements.
 
         col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found. A slot is
         the threads that have the same rows; a block of a column spans several slots.
@@ -267,8 +269,8 @@ class QuantizeMxfp8(Invariant):
     def _put_row_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
-        """Write the rows' scales to shared memory (`row_scales`), and 0 for blocks past the last column that an atom
-        includes.
+        """Write the scales of this thread's rows to shared memory (`row_scales`); for a block past x's last column,
+        which an atom of scales may include, write 0.
         """
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector

@@ -23,10 +23,10 @@ from .tile import WORDS, Origin, Outputs, Reach, ScaleLayout
 
 
 class QuantizeFp8Block(QuantizeMxfp8):
-    """Kernel for x in bfloat16, float16 or float32. Rows start at multiples of 16 bytes and hold a multiple of 16
-    elements.
+    """Kernel that quantises x (bfloat16, float16 or float32) to E4M3 with a float32 scale for each 128 elements of a
+    row. Rows of x start at multiples of 16 bytes and hold a multiple of 16 elements.
 
-    It writes `outputs.row_data` [T, K] and `outputs.row_scale` [T, ceil(K / 128)]; the layout is ignored.
+    Results go to `outputs.row_data` [T, K] and `outputs.row_scale` [T, ceil(K / 128)]; `layout` is ignored.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):

@@ -35,7 +35,7 @@ class Band(NamedTuple):
 
     Attributes:
         row: the band's first row.
-        end: the row where its group ends.
+        end: the row after the last row of the band's group.
     """
 
     row: Int32
@@ -52,8 +52,8 @@ class QuantizeGroups(QuantizeMxfp8):
     def launch_groups(
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
     ):  # fmt: skip
-        """Launch a CTA for each place of a band and each 128 columns. rows: the address of int32 [T], row indices of x;
-        0: x's rows in order."""
+        """Launch a CTA for each place that a band may have, and each 128 columns. rows: the address of int32 [T], the
+        index of the row of x for each row of the result; 0: rows of x lie in order."""
         self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
         self.kernel_of_groups(x, data, scale, rows, groups).launch(
@@ -96,7 +96,8 @@ class QuantizeGroups(QuantizeMxfp8):
 
         Args:
             rows: see `launch_groups`.
-            end: the row where the group ends; from there on, the group's last row is read again and replaced by zeros.
+            end: the row after the group's last row. For rows from `end` on, the group's last row is read again, and
+                then replaced by zeros.
         """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -127,8 +128,8 @@ class QuantizeGroups(QuantizeMxfp8):
 
         Args:
             values: the thread's elements (`_load_rows`).
-            end: the row where the group ends.
-            places: number of places.
+            end: the row after the group's last row.
+            places: number of places for bands in the scales' memory.
         """
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes

@@ -10,8 +10,8 @@ A float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22
 below 1 are rounded with e = 0. As float16, the result times 2^-14 has its two exponent bits and its significand bit
 side by side, including 0 and 0.5, which are subnormal in both formats.
 
-An element moves 2 or 4 bytes, plus 17/32. While a 16-bit element's bytes pass at 4.3 TB/s, an SM can issue 17
-instructions; the kernel needs 15.
+For each element, the kernel reads 2 or 4 bytes and writes 17/32 (half a byte, and 1/32 of a scale). While the bytes of
+a 16-bit element pass at 4.3 TB/s, an SM can issue 17 instructions; the kernel needs 15 an element.
 """
 
 from __future__ import annotations
@@ -142,9 +142,10 @@ class QuantizeMxfp4(Invariant):
         return exponents
 
     def _elements(self, values: cute.Tensor, exponent: Int32) -> Int32:
-        """Return the elements of a vector, four bits each; 0 if the block has a NaN (exponent 255).
+        """Return the E2M1 elements of a vector, four bits each, side by side; all 0 if the block has a NaN (exponent
+        255).
 
-        exponent: the block's scale byte. Scales that are not NaN are at most 2^126.
+        exponent: the scale byte of the vector's block. Scales that are not NaN are at most 2^126.
         """
         multiplier = ((Int32(E8M0_INF) - exponent) << F32_MANTISSA_BITS).bitcast(Float32) * Float32(AS_F16)
         rounded = cute.make_rmem_tensor(self.vector, Float32)

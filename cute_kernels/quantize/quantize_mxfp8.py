@@ -6,18 +6,19 @@ rows of it; a tile is some rows of a band, times some columns. By the spec's axi
 
     row              2 rows of each quarter of a band, whose swizzled scales share sectors, by 1024 columns; a thread
                      has 16 bytes of each of 8 rows
-    col              128 rows by 128 columns, an atom of scales; a thread has 16 bytes of each of 16 rows, here and
-                     below
+    col              128 rows by 128 columns, an atom of scales; a thread has 16 bytes of each of 16 rows, as in the
+                     tiles below
     both             128 rows by 256 columns (float32: 128)
     both, strips     32 rows by 512 columns; only for plain scales of blocks of 32, which need no whole band
 
 Up to 128 KB of loads are in flight on an SM; 4.3 TB/s at 1 us of latency needs 33 KB. Tiles are wide because of the
 rows' plain scales: storing less than a sector (32 bytes) costs as much as storing two sectors. A row has 4 bytes of
-scales in 128 columns, 8 in 256, 16 in a strip, and a whole sector in a tile of rows alone.
+scales in 128 columns, 8 in 256, 16 in the 512 of a strip, and a whole sector in the 1024 of axis "row".
 
 A call moves T K (width + copies (1 + 1/32)) bytes, each once; width is the bytes of an element of x, 2 or 4, and copies
-is 1, or 2 for both axes. That is 3.03 bytes an element for rows of 16-bit numbers, 4.06 for both axes. Instructions do
-not bound the time: the kernel needs 9 and 13 an element, and an SM issues 21 and 28 while those bytes pass at 4.3 TB/s.
+is 1, or 2 for both axes. For 16-bit x that is 3.03 bytes an element for axis "row", 4.06 for both axes. Instructions do
+not bound the time: the kernel needs 9 an element for axis "row" and 13 for both axes, while an SM can issue 21 and 28
+in the time that these bytes take at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .tile import (
 
 class RoundMxfp8(QuantizeMxfp8):
     """Kernel that rounds x to the values that it would have in MXFP8, in blocks of 32 along rows. The result has x's
-    dtype, so the kernel moves 2 T K elements of it.
+    dtype: the kernel reads T K elements and writes as many.
 
     `outputs.row_data` is the address of the result [T, K]; other outputs and the layout are ignored.
     """

@@ -55,7 +55,7 @@ class Strip(NamedTuple):
 
 
 class ScaleStores(Invariant):
-    """Stores of the scales of a tile by the threads of a CTA.
+    """Methods that store a tile's scales from shared to global memory, called by all threads of a CTA.
 
     Args:
         rows: number of rows of the tile, from all four quarters (32 rows each) of a band of 128, or from one quarter.
@@ -69,13 +69,15 @@ class ScaleStores(Invariant):
         self.threads = threads
 
     def below(self, row: int | Int32) -> int | Int32:
-        """Return the distance of the tile's row number `row` from its first row, in rows of the matrix."""
+        """Return the offset, in rows of the matrix, of the tile's row number `row` from the tile's first row."""
         return row // self.run * QUARTER + row % self.run
 
     @cute.jit
     def strip(self, scales: cute.Tensor, strip: Strip):
-        """Store plain scales, given as a tensor (inner, outer), one byte a thread. A warp's bytes are neighbours in
-        memory for any width of the matrix."""
+        """Store plain scales one byte at a time. A warp's bytes are neighbours in memory for any width of the matrix.
+
+        scales: the tile's scales in shared memory, as a tensor (inner, outer).
+        """
         thread, _, _ = cute.arch.thread_idx()
         width = cute.size(scales, mode=[0])
         for n in cutlass.range_constexpr(cute.ceil_div(cute.size(scales), self.threads)):
@@ -88,8 +90,10 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def words(self, scales: cute.Tensor, strip: Strip):
-        """Store plain scales, given as a tensor (inner, outer): four a thread if rows have a multiple of 4 scales, else
-        by `strip`."""
+        """Store plain scales, four bytes at a time if rows of scales have a multiple of 4 bytes, otherwise by `strip`.
+
+        scales: the tile's scales in shared memory, as a tensor (inner, outer).
+        """
         if strip.inner_count % WORD_BYTES == 0:
             thread, _, _ = cute.arch.thread_idx()
             width = cute.size(scales, mode=[0]) // WORD_BYTES
@@ -107,8 +111,11 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def atoms(self, scales: cute.Tensor, grid: ScaleGrid):
-        """Store swizzled scales, given as a tensor (blocks, outer). A thread stores four scales of one row or column;
-        neighbouring threads store words that are neighbours in the atom."""
+        """Store swizzled scales. A thread stores four scales of one row or column; neighbouring threads store words
+        that are neighbours in the atom.
+
+        scales: the tile's scales in shared memory, as a tensor (blocks, outer).
+        """
         thread, _, _ = cute.arch.thread_idx()
         atoms = cute.ceil_div(grid.block_count, BLOCKS)
         atom = grid.block0 // BLOCKS + thread // self.rows

@@ -27,11 +27,12 @@ def magnitude_of(value: Float32) -> Int32:
 
 
 def exponent_of(amax: Float32) -> Int32:
-    """Return a block's scale byte: the biased exponent of the least power of two that is not below amax / 448; 0xFE for
-    Inf, 0xFF for NaN.
+    """Return a block's scale byte e: 2^(e - 127) is the least power of two, from 2^-127 on, that is not below the
+    float32 quotient amax / 448. Inf gives 0xFE, NaN 0xFF.
 
-    If the float32 quotient has mantissa 0, it is that power of two; otherwise the exponent is one more. 2^-127,
-    exponent 0, is the subnormal of mantissa 0x400000.
+    From 2^-126 on, e is the quotient's exponent field if its mantissa is 0 (the quotient is a power of two), otherwise
+    one more. Below 2^-126 the quotient is subnormal, with exponent field 0, and 2^-127 has mantissa 0x400000: so e is 0
+    up to this mantissa, and 1 above it.
     """
     quotient = (amax * Float32(1 / 448)).bitcast(Int32)
     carry = select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
@@ -47,8 +48,8 @@ def multiplier_of(exponent: Int32) -> Float32:
 
 
 def pairs(dtype: type[cutlass.Numeric]) -> str:
-    """Return the type suffix of the PTX `max` that compares two pairs of 16-bit magnitudes. u16x2 needs sm_90; before
-    that they are compared as pairs of floats, which needs sm_80."""
+    """Return the type suffix of the PTX `max` that compares two pairs of 16-bit magnitudes: u16x2, which needs sm_90;
+    on older GPUs (from sm_80 on) the suffix that compares them as floating-point numbers of `dtype`."""
     if has_packed_integers():
         return "u16x2"
     return "NaN.bf16x2" if dtype is cutlass.BFloat16 else "NaN.f16x2"

@@ -53,7 +53,7 @@ class Reach(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Rows and columns of x where a thread and its tile begin.
+    """Rows and columns of x where a thread's elements and its CTA's tile begin.
 
     Attributes:
         row: the thread's first row.
@@ -73,7 +73,7 @@ class Tile(NamedTuple):
     """Size of a CTA's tile.
 
     Attributes:
-        run: consecutive rows in a quarter (32 rows) of a band of 128.
+        run: number of consecutive rows that the tile has in a quarter (32 rows) of a band of 128 rows.
         quarters: number of quarters from which the tile has rows, 4 or 1.
         columns: number of columns.
         rows_per_thread: number of rows of a thread, which holds 16 bytes of each.
@@ -98,6 +98,7 @@ def read_once(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
 
 
 def tile_of(axis: str, vector: int) -> Tile:
-    """Return the tile of an axis that works for all layouts of scales. vector: elements in 16 bytes."""
+    """Return the tile that works for all layouts of scales. axis: "row", "col" or "both"; vector: elements of x in 16
+    bytes."""
     columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
     return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)

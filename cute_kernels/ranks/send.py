@@ -61,8 +61,8 @@ class Sizes(NamedTuple):
 
 
 class RowVectors(NamedTuple):
-    """The vectors of a row that a lane handles at once: indices first, first + WARP, ... (UNROLL of them), below
-    `vectors`, the row's number of vectors. A vector may have any size."""
+    """The vectors of a row that a lane handles at once: UNROLL vectors with indices first, first + WARP, ..., as far as
+    they are below `vectors`, the row's number of vectors. A vector may have any size."""
 
     first: Int32
     vectors: Int32
@@ -80,13 +80,15 @@ def _part(number: Int32, vectors: Int32) -> RowVectors:
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
-    """Return the memory of vector number `vector` after an address. A vector has `words` 32-bit words, of any dtype."""
+    """Return a view of vector number `vector` after an address in global memory. A vector has `words` 32-bit words,
+    whatever its dtype."""
     return run_at(Int32, address, vector * words, words)
 
 
 @cute.jit
 def _load(address: Int64, part: RowVectors, words: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load a lane's vectors, `part`, of the row at an address; a vector has `words` 32-bit words."""
+    """Load a lane's vectors, `part`, of the row at an address into registers [words, UNROLL]. A vector has `words`
+    32-bit words."""
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
@@ -104,8 +106,8 @@ def _store(address: Int64, part: RowVectors, raw: cute.Tensor, words: cutlass.Co
 class _Send(Invariant):
     """Base of kernels that send rows.
 
-    A warp sends one part of a row at a time (`RowVectors`); there are as many CTAs as can run at the same time. A rank
-    without tokens also launches, since the others wait for its word.
+    A warp sends one part of a row at a time: UNROLL vectors a lane (`RowVectors`). There are at most as many CTAs as
+    can run at the same time. A rank without tokens also launches, since the other ranks wait for its word.
 
         who                       waits for                            then
         warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
@@ -141,7 +143,7 @@ class SentTokens(NamedTuple):
     """The tokens to send.
 
     Attributes:
-        x: the address of their rows.
+        x: the address of the tokens' rows.
         scales: the address of the rows' scales, if the rows are in MXFP8.
         words: size of a row's scales in 32-bit words; 0: there are no scales.
         status: the format of the rows, an index of STATUSES.
@@ -154,13 +156,14 @@ class SentTokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Addresses of the choices of N tokens, and of two tables that say where their results will be.
+    """Addresses of the choices of N tokens, and of two tables that say where results for these tokens will arrive.
 
-    The tables are written when choices are sent, and read when gradients of the same tokens are sent later.
+    `SendTokens` writes the tables when it sends choices. When gradients of the same tokens are sent later, `sum_rows`
+    says to which ranks. The kernels that add a token's results read them at the places that the tables say.
 
     Attributes:
-        ids: int32 [N, k], the experts.
-        weights: float32 [N, k]; address 0: the choices were sent before, and the tables are read.
+        ids: int32 [N, k], the experts of the choices.
+        weights: float32 [N, k]; address 0: the choices were sent before, so the tables are complete.
         sum_rows: int32 [N, world], the row of the region `sums` that each rank fills for a token; -1: none.
         weight_places: int32 [N, k], the index of a choice's gradient in the region `weight_gradients`; -1: none.
         experts: number of experts on all ranks.
@@ -217,7 +220,7 @@ class SendTokens(_Send):
 
     @cute.jit
     def _keep(self, operation: Operation, word: Int64, handle: Int64):
-        """Write this operation's number, and how many tokens each rank sent, to the handle.
+        """Write this dispatch's number, and how many tokens each rank sent, to the handle, which `SendSums` reads.
 
         Args:
             word: in lane r, the word of rank r.
@@ -254,8 +257,8 @@ class SendTokens(_Send):
     def _send_rows(self, operation: Operation, tokens: SentTokens, table: Table, sizes: Sizes):
         """Send the rows of tokens, then their scales.
 
-        The first part of the scales goes to the warp after the one that had the last part of the rows, so that with few
-        tokens no warp has two parts.
+        Warps take parts (pieces of rows or of scales, `_Send`) in turn. The warp after the one that has the last part
+        of the rows takes the first part of the scales, so that with few tokens no warp has two parts.
         """
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
@@ -268,13 +271,13 @@ class SendTokens(_Send):
         self, operation: Operation, region: cutlass.Constexpr[str], words: cutlass.Constexpr[int], rows: Int64,
         vectors: Int32, first: Int32, table: Table, sizes: Sizes,
     ):  # fmt: skip
-        """Send each token's row to the ranks that have one of its experts.
+        """Send each token's row, or its scales, to the ranks that have one of its experts.
 
         Args:
             region: the name of the windows' region that receives the rows.
             words, vectors: a row has `vectors` vectors of `words` 32-bit words.
-            rows: the rows' address.
-            first: the index of this warp's first part among all parts of all tokens.
+            rows: the address of the rows, or of the scales.
+            first: the index of this warp's first part among all parts of all tokens' rows.
         """
         _, warps = self._warps()
         link = operation.link
@@ -292,8 +295,12 @@ class SendTokens(_Send):
 
     @cute.jit
     def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
-        """Return a bit mask of the ranks that have an expert of a token. If `is_first`, also write the token's entries
-        of the two tables. Each lane handles one choice, then one rank."""
+        """Return a bit mask of the ranks that have an expert of a token.
+
+        The mask follows from the token's choices or, if these were sent before, from the table `sum_rows`. If choices
+        are sent now and `is_first`, also write the token's entries of both tables. Each lane handles one choice, then
+        one rank.
+        """
         lane = cute.arch.lane_idx()
         ranks = Int32(0)
         if table.weights != 0:
@@ -324,10 +331,13 @@ class Rows(NamedTuple):
     """The results of this rank's experts for the tokens that ranks sent.
 
     Attributes:
-        y: the address of the rows.
-        row_of: the address of int32 [world, most, k], the rows of each token, or -1.
-        d_weights: the address of float32 [world, most, k], gradients of weights to be sent, too; 0: not given.
-        is_summed: 1: y is [world, most, H], each token's rows already added.
+        y: the address of the rows of results.
+        row_of: the address of int32 [world, most, k], the row of y for each choice of each token that a rank sent; -1:
+            this rank does not have the choice's expert.
+        d_weights: the address of float32 [world, most, k], gradients of the choices' weights, which are sent with the
+            sums; 0: there are none.
+        is_summed: 1: y is [world, most, H], in which each token's rows are already added; 0: y has a row for each
+            choice of this rank's experts.
     """
 
     y: Int64
@@ -396,8 +406,9 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, rows: Rows, sizes: Sizes, handle: Int64):
-        """Send the sums of all tokens that ranks sent. The order is by token number, then by rank, so that all links
-        are busy at the same time. handle: the dispatch's handle, which has the ranks' numbers of tokens."""
+        """Send each token's sum back to the rank that sent the token. The order is by token number, then by rank, so
+        that all links are busy at the same time. handle: the dispatch's handle, which says how many tokens each rank
+        sent."""
         warp, warps = self._warps()
         link = operation.link
         parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
@@ -430,12 +441,13 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_sum(self, target: Int64, part: RowVectors, y: Int64, found: Int32, choices: Int32):
-        """Add the rows of y of a token, and store this lane's part of the sum at `target`.
+        """Add the rows of y that belong to a token, and store this lane's vectors (`part`) of the sum in the row at
+        address `target`.
 
         Sums are float32, in the order of choices, and rounded once.
 
         Args:
-            found: in lane j, the row of the token's j-th choice.
+            found: in lane j, the row of y of the token's j-th choice.
             choices: a mask of the lanes that have a row.
         """
         count = elements(self.dtype)

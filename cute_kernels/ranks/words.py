@@ -68,7 +68,7 @@ def word_at(address: Int64) -> cute.Pointer:
 
 
 def load_word(word: cute.Pointer) -> Int64:
-    """Load a word with acquire semantics: all stores that its writer made before writing the word are then visible."""
+    """Load a word with acquire semantics: all stores that its writer made before it wrote the word are then visible."""
     return Int64(cute.arch.load(word, Int64, sem="acquire", scope="sys"))
 
 
@@ -85,7 +85,9 @@ class Operation(Invariant):
         phase: an index of PHASES.
         word: the kind of word that this operation's ranks wait for, an index of WORDS.
         epoch: this operation's number.
-        has_credit: dispatch and combine alternate, so all ranks are known to have read what was sent before.
+        has_credit: True if this operation follows the last one in alternation (a combine after its dispatch, or a
+            dispatch after a combine or as the first operation). The words of the last operation then say that all ranks
+            have read what was sent before.
         peer: the rank whose word this lane reads: the lane's index, at most world - 1.
     """
 
@@ -163,7 +165,7 @@ class Operation(Invariant):
     @cute.jit
     def wait(self, kind: cutlass.Constexpr[int]) -> Int64:
         """Wait for the words (64-bit messages) of a kind from all ranks; called by one warp. Lane r returns the word of
-        rank r. Fail if a word does not arrive in time, or if a rank gave up or is in another operation."""
+        rank r. Call `fail` if a word does not arrive in time, or if a rank gave up or is in another operation."""
         mine = self._word(self.link.rank, kind, self.peer)
         begin = cute.arch.globaltimer()
         word, error, missing = Int64(0), Int64(0), Int32(-1)
@@ -226,7 +228,8 @@ class Operation(Invariant):
 
     @cute.jit
     def compare(self, word: Int64, status: Int32):
-        """Fail if a rank's `tokens` word says that it refused its tokens, or that their format is not this rank's.
+        """Call `fail` if a rank's `tokens` word says that the rank refused its tokens, or that their format differs
+        from this rank's.
 
         Args:
             word: in lane r, the word of rank r.
@@ -243,7 +246,8 @@ class Operation(Invariant):
     @cute.jit
     def fail(self, error: Int64):
         """Record an error (`windows.failure`) for the host and for later kernels, and write it as abort word to all
-        ranks except the suspect; called by one warp. A rank's first error is kept; later ones are not recorded."""
+        ranks except the suspect (the rank that the error names); called by one warp. A rank's first error is kept;
+        later ones are not recorded."""
         first = Int64(0)
         if self.lane == 0:
             first = cute.arch.atomic_cas(self._state_at("error"), cmp=Int64(0), val=error, sem="acq_rel", scope="gpu")

@@ -12,22 +12,22 @@ from ..device.gmem import vector_at
 from ..device.warps import inclusive_scan, warp_sum
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
-"""Encodings of group sizes. OFFS: cumulative, the end of each group's rows; SPLITS: the size of each group."""
+"""Encodings of group sizes. OFFS: cumulative, the row after the last of each group; SPLITS: the size of each group."""
 OFFS_OF_CALL = -1
-"""The encoding OFFS_INT32, if a kernel of the same call writes the numbers, so that other kernels of the call wait for
-it."""
+"""The encoding of int32 offs that the previous kernel of the same call writes: a kernel with this encoding waits until
+the previous kernel has ended, before it reads them."""
 
 
 class Groups(NamedTuple):
     """Group sizes on the device.
 
     Attributes:
-        address: the address of the numbers.
-        encoding: their encoding, OFFS_INT32 or one of the other constants above.
+        address: the address of the offs or splits.
+        encoding: OFFS_INT32 or one of the other constants above, which says what the numbers at `address` are.
         count: number of groups.
         tickets: the address of the counter from which clusters draw tickets (tickets.py); 0: each CTA's tiles are
             fixed.
-        rows: rows of the buffer, of which the last may belong to no group.
+        rows: number of rows of the tensor whose rows are grouped; rows after the last group belong to no group.
     """
 
     address: Int64
@@ -38,7 +38,7 @@ class Groups(NamedTuple):
 
 
 def are_offs(groups: Groups) -> Boolean:
-    """Return True if the numbers are ends of groups (offs), False if they are sizes (splits)."""
+    """Return True if the numbers at `groups.address` are ends of groups (offs), False if they are sizes (splits)."""
     return groups.encoding <= OFFS_INT32
 
 
@@ -48,14 +48,14 @@ def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
 
 
 def int32_at(groups: Groups, index: Int32) -> Int32:
-    """Read number `index` of groups whose encoding has 32 bits."""
+    """Return the end (offs) or the size (splits) of group `index`, as stored; the encoding must have 32 bits."""
     return vector_at(Int32, groups.address)[index]
 
 
 @cute.jit
 def group_size(groups: Groups, index: Int32) -> Int32:
-    """Read the size of a group from splits, clamped to the buffer's rows so that garbage cannot overflow a sum of 32
-    sizes.
+    """Return the size of group `index`, read from splits. The size is clamped to 0 .. `groups.rows`, so that garbage
+    cannot overflow a sum of 32 sizes.
     """
     size = Int32(0)
     if groups.encoding == SPLITS_INT64:
@@ -70,8 +70,8 @@ class GroupRows(NamedTuple):
     """Rows of 32 consecutive groups, one group in each lane of a warp.
 
     Attributes:
-        present: False past the last group, where begin = end.
-        begin, end: the group's first row, and the row after its last.
+        present: True if the lane has a group; False past the last group, where begin = end.
+        begin, end: the first row of the lane's group, and the row after its last row.
     """
 
     present: Boolean
@@ -81,9 +81,10 @@ class GroupRows(NamedTuple):
 
 @cute.jit
 def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
-    """Read the rows of groups base .. base + 31; called by all lanes of a warp.
+    """Return, in lane i of a warp, where the rows of group base + i begin and end; called by all lanes.
 
-    rows_before: the first row of group `base`, used only if the encoding is sizes (splits).
+    Rows are clamped to the `groups.rows` rows that exist. rows_before: the first row of group `base`, used only if the
+    encoding is sizes (splits).
     """
     lane = cute.arch.lane_idx()
     group = base + lane

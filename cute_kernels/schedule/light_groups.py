@@ -57,8 +57,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _rows_of(self, group: Int32) -> Int32:
-        """Return the number of a group's rows as `group_rows` finds it, even if the sizes add up to more rows than the
-        buffer has.
+        """Return the number of rows of a group: end - begin as `group_rows` returns them, even if the sizes add up to
+        more than `groups.rows`.
         """
         groups = self.groups
         rows = Int32(0)

@@ -48,7 +48,15 @@ class TicketScheduler(LightGroupScheduler):
         return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
-        """Return how many tiles with numbers below `number` belong to light groups. Numbers come from tickets."""
+        """Return how many cluster tiles with numbers below `number` are tiles of light groups.
+
+        The first C numbers (C = num_clusters) belong to heavy tiles, as far as there are any, then to light tiles. From
+        number C on, light tiles are spread evenly among heavy tiles, or come last if there are few (FEW).
+
+        Args:
+            number: at least C.
+            num_light, num_heavy: cluster tiles of all light groups, and of all heavy groups.
+        """
         first_heavy = cutlass.min(num_heavy, num_clusters)
         first_light = cutlass.min(num_light, num_clusters - first_heavy)
         count, light, heavy = number - num_clusters, num_light - first_light, num_heavy - first_heavy

@@ -37,7 +37,7 @@ class GroupWindow(NamedTuple):
     Attributes:
         base: index of the first group.
         begin, end: the rows of the lane's group.
-        tiles_end: cluster tiles up to the end of the lane's group, counted from the first group on.
+        tiles_end: number of cluster tiles of all groups from group 0 up to and including the lane's group.
     """
 
     base: Int32
@@ -79,18 +79,18 @@ class GroupTileScheduler(Invariant):
         return row_tiles // 2 * self.grid.num_n + row_tiles % 2 * ((self.grid.num_n + 1) // 2)
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
-        """Return `WorkTile.row` for row tile `m_tile` of a group that begins at row `begin`."""
+        """Return the first row of row tile `m_tile` of a group that begins at row `begin` (`WorkTile.row`)."""
         return begin + m_tile * self.tile_m
 
     def _is_of(self, kind: str, rows: Int32) -> Boolean:
-        """Return True if a group of `rows` rows is of a kind; see light_groups.py."""
+        """Return True if a group of `rows` rows is of a kind, LIGHT or HEAVY; light_groups.py defines it."""
         raise NotImplementedError
 
     @cute.jit
     def _load_window(
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
-        """Read groups base .. base + 31. Lanes past the last group hold empty groups.
+        """Return the window of groups base .. base + 31, read from memory. Lanes past the last group hold empty groups.
 
         Args:
             base: index of the first group.
@@ -122,9 +122,10 @@ class GroupTileScheduler(Invariant):
         return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
-        """Return the coordinates of cluster tile `index` in a grid of `banded` x `swept` tiles.
+        """Return the coordinates of cluster tile `index` in a grid of `banded` x `swept` cluster tiles.
 
-        Tiles are ordered by bands along the first side; each band is swept along the second side.
+        The first side is cut into bands of RASTER_BAND tiles, one after the other; each band is swept along the second
+        side.
         """
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
@@ -133,7 +134,7 @@ class GroupTileScheduler(Invariant):
         return band * RASTER_BAND + in_band - column * height, column
 
     def _cluster_tile_at(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
-        """Return the row and column, in cluster tiles, of cluster tile `index` of a group."""
+        """Return the row and column, in cluster tiles, of cluster tile `index` of a group of `rows` rows."""
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:

@@ -25,15 +25,15 @@ class SameTiles(GroupTileScheduler):
         return self.grid.num_m
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
-        """Return the group's first row, which all its tiles contract first."""
+        """Return `begin`, the group's first row: each of the group's tiles contracts all of its rows."""
         return begin
 
     @cute.jit
     def _cluster_tile_at(self, index: Int32, rows: Int32):
-        """Return the row and column of a cluster tile, in bands along the longer side of dw.
+        """Return the row and column, in cluster tiles, of cluster tile `index` of a dw, in bands along its longer side.
 
-        The operand of the shorter side is read again for every band, and stays in L2. dw2 of Mixtral-8x7B, 4096 x
-        14336, reads 0.40 GB of memory instead of 1.12 GB.
+        The operand of the shorter side is read again for every band, and stays in L2. For dw2 of Mixtral-8x7B, 4096 x
+        14336, 0.40 GB are read from memory instead of 1.12 GB.
         """
         num_m, num_n = self.grid.num_m, self.grid.num_n
         m_cluster, n_cluster = self._in_bands(index, num_m, num_n)

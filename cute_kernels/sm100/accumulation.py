@@ -1,4 +1,5 @@
-"""The order in which Blackwell's GEMMs add; kernels with the same order give the same bits."""
+"""The order in which Blackwell's GEMMs add the products of one result element; kernels with the same order give the
+same bits."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from ..specs import GemmSpec
 
 
 def accumulation(spec: GemmSpec) -> Accumulation:
-    """Return the order in which a GEMM adds. GEMMs whose tile has the schedule "warps" are portable kernels, with their
-    order."""
+    """Return the order in which a spec's GEMM adds products. If the tile's schedule is "warps", the kernel is a
+    portable one, with the order of portable kernels."""
     if spec.tile.by_warps:
         return portable(spec)
     return Accumulation("tcgen05.mma", 32 if OPERANDS[spec.operands].multiplies_blocks else 16)

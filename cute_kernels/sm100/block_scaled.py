@@ -1,14 +1,16 @@
 """The mainloop for rows and weights in MXFP8: tensor cores apply the scales of both operands, block by block.
 
-A k-tile is 128 deep, so each row has four scales in it: one word. One warp brings the scales of x, another the scales
-of w. Both read plain scales [rows, K / 32], as the quantiser writes them, into registers, and write them to shared
-memory in the order that tensor memory takes. 128 rows of this order are an atom (PTX ISA, "Scale factor layout"):
+A k-tile is 128 deep, so each row of x or w has four scales in it: one word. One warp brings the scales of x, another
+the scales of w. Both read plain scales [rows, K / 32], as the quantiser writes them, into registers, and write them to
+shared memory in the order that tensor memory takes. In this order 128 rows form an atom of 512 bytes (PTX ISA, "Scale
+factor layout"):
 
     word of row i at byte 16 (i % 32) + 4 (i / 32)
 
 So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and writes 16 bytes at once. A group may begin at any
-row, and rows may come by index: no scales are padded or copied. `tcgen05.cp` copies an atom from shared to tensor
-memory before the stage's MMAs. One thread issues the copy and the MMAs, so they are executed in this order.
+row, and rows of x may come by index, without scales being padded or copied in global memory. `tcgen05.cp` copies an
+atom from shared to tensor memory before the stage's MMAs. One thread issues the copy and the MMAs, so they are executed
+in this order.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class ScaleLines(Invariant):
     """A lane's four rows of an atom, and registers for their scales in the next AT_ONCE k-tiles.
 
     Attributes:
-        pitch: scales of a row.
+        pitch: number of scales of a row, each a byte.
         begins: for each row, the address of its scales.
         words: for each row, AT_ONCE words of scales.
     """
@@ -76,10 +78,10 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Start to load the words (a row's four scales each) of AT_ONCE k-tiles from `k_tile` on, but none past the
-        last k-tile.
+        """Start to load the scales of AT_ONCE k-tiles, from `k_tile` on, into `words`: a word of four scales for each
+        row and k-tile. Nothing past the last k-tile is read.
 
-        Past the last block, use scale 0 (2^-127), since a NaN would turn the elements' zeros into NaN.
+        Scales past a row's last block become 0 (2^-127), since a NaN would turn the elements' zeros into NaN.
         """
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
@@ -93,13 +95,13 @@ class ScaleLines(Invariant):
                     self.words[line * AT_ONCE + i] = self._word(self.begins[line], (k_tile + i) * WORD_BYTES)
 
     def _words(self, line: int) -> cute.Tensor:
-        """Return the words of row `line`."""
+        """Return the view of `words` for the lane's row number `line`."""
         return cute.make_tensor(self.words.iterator + line * AT_ONCE, cute.make_layout(AT_ONCE))
 
     @cute.jit
     def _word(self, begin: Int64, first: Int32) -> Int32:
-        """Load a row's four scales from scale number `first` on, and 0 past the row's last scale. begin: the address of
-        the row's scales.
+        """Return a word of a row's four scales from scale number `first` on, with 0 past the row's last scale. begin:
+        the address of the row's scales.
         """
         word = Int32(0)
         if (Int32(begin) | self.pitch) % WORD_BYTES == 0:
@@ -231,9 +233,9 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
     @cute.jit
     def _row_lines(self, operands: Operands, work: WorkTile):
-        """Return the lane's rows of x with the addresses of their scales.
+        """Return the `ScaleLines` of this lane's rows of x.
 
-        Past the group's end, the last row's scales are read again; results there are not stored.
+        Rows past the group's end take the scales of its last row; their results are not stored.
         """
         lines = ScaleLines(self._pitch(operands))
         for line in cutlass.range_constexpr(LINES):
@@ -244,9 +246,9 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         return lines
 
     def _weight_lines(self, operands: Operands, work: WorkTile, atom: int) -> ScaleLines:
-        """Return the lane's weight rows of an atom, in the tile's order, with the addresses of their scales.
+        """Return the `ScaleLines` of this lane's weight rows in atom number `atom` of the tile.
 
-        Past the last weight row, its scales are read again.
+        Columns of the tile past the last weight row take the last weight row's scales.
         """
         lines, scales = ScaleLines(self._pitch(operands)), operands.scales
         half = scales.weight_rows // self.parts
@@ -263,8 +265,8 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         self, lines: list[ScaleLines], to: cute.Pointer, operands: Operands, stages: Any,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """Write the atoms of all k-tiles to their stages, while the next scales are loaded. Return the pipeline's
-        advanced state.
+        """Write one operand's scales (atoms) of all k-tiles to their stages, and load the next scales meanwhile. Return
+        the pipeline's advanced state.
 
         Args:
             lines: the lane's rows, an element for each atom of a stage.
@@ -292,7 +294,7 @@ def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
     """Make the `tcgen05.cp` that copies a stage's scales from shared to tensor memory, each atom to the lanes of all
     four warps.
 
-    Return the copy, its source and its target.
+    Return the copy, its source (descriptors of shared memory) and its target (tensor memory).
     """
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
     source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)

@@ -3,8 +3,9 @@ column.
 
 Both operands come from `quantize.quantize_groups`: blocks begin at the first row of a group, and scales lie in the
 order that tensor memory takes, an atom of 512 bytes for 128 columns and a band of 128 rows (memory/scale_bands.py). A
-k-tile is such a band. So one thread copies a k-tile's atoms to its stage, and no register holds a scale. The thread is
-in the warp that makes epilogue loads in other kernels, since a weight gradient has none.
+k-tile consists of the rows of one band. So one thread copies a k-tile's atoms to its stage, and scales never pass
+through registers. In kernels that gather no rows, such as this one, it is a thread of the epilogue load warp, which has
+nothing to load for a weight gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
     ):  # fmt: skip
         """Copy the scales of dy and of x for all k-tiles of one output tile to their stages. Return the pipeline's
-        advanced state. rank: 0, since one warp brings both."""
+        advanced state. rank: always 0, since one warp brings the scales of both operands."""
         counts = self._atoms
         places = storage.a_scales.data_ptr(), storage.b_scales.data_ptr()
         tiles = work.m_tile, work.n_tile
@@ -68,7 +69,8 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
 
 
 class ClearingBlockScaledWgradMainloop(ClearingWgradMainloop, BlockScaledWgradMainloop):
-    """The mainloop of weight gradients in MXFP8 without TMA addresses that wrap (`ClearingWgradMainloop`)."""
+    """The mainloop of weight gradients in MXFP8 without TMA addresses that wrap: the MMA warp zeroes rows past the
+    group's end (`ClearingWgradMainloop`)."""
 
 
 def _vector(pointer: cute.Pointer) -> cute.Tensor:

@@ -1,4 +1,4 @@
-"""Registers of threads, and stages, of the kernel of a tile. Plain Python, like sm90/budget.py."""
+"""Registers of a thread, and number of stages, in Blackwell's kernels. Plain Python, like sm90/budget.py."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Registers(NamedTuple):
 
 
 def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
-    """Return the registers of threads after redistribution. setmaxnreg hangs if their sum exceeds the registers that
-    the launch reserved.
+    """Return the registers of a thread of each warpgroup after redistribution by setmaxnreg, which hangs if the sum
+    over all threads exceeds the registers that the launch reserved.
 
     Args:
         roles: registers of a thread of the first warpgroup.
-        gathers: there is a gathering warpgroup.
-        brings_scales: the kernel brings scales.
+        gathers: True if there is a gathering warpgroup.
+        brings_scales: True if warps of the kernel bring scales to shared memory.
     """
     gathering = gathers * (budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS)
     rest = LAUNCH_REGISTERS[gathers] * (3 + gathers) - roles - gathering

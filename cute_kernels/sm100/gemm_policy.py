@@ -10,8 +10,9 @@ from ..specs import DgluSpec, GemmSpec, GroupedWgradSpec, WgradSpec
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """Return a GEMM's choices at compile time: weight gradients mix tiles of light and heavy groups; all other GEMMs
-    except grouped_dglu evict weights that are read once; portable GEMMs do neither."""
+    """Return a GEMM's choices at compile time. Weight gradients mix tiles of light groups (at most WGRAD_LIGHT_ROWS
+    rows) and heavy groups. All other GEMMs except grouped_dglu make weights that are read once the first to leave L2.
+    Portable GEMMs do neither."""
     if spec.tile.by_warps:
         return GemmPolicy()
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):

@@ -41,7 +41,7 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
 
 
 class GroupedMxfp8Gemm(GroupedGemm):
-    """The grouped GEMM of rows and weights in MXFP8, whose scales tensor cores apply."""
+    """The grouped GEMM of rows of x and weights in MXFP8; tensor cores apply the scales of both."""
 
     mainloops: ClassVar[dict[str, Any]] = {"rows": BlockScaledMainloop}
 
@@ -59,5 +59,6 @@ class GroupedMxfp8Gemm(GroupedGemm):
         )  # fmt: skip
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Scales:
-        """Return the scales that the mainloop applies, in host code. x_scale: the address of x's scales."""
+        """Host side: return the addresses of both operands' scales, which the mainloop brings to the tensor cores.
+        x_scale: the address of x's scales."""
         return Scales(x_scale, inputs.w_scale, Int32(w.shape[1]), inputs.gate)

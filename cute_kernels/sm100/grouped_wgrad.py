@@ -1,5 +1,4 @@
-"""The weight gradient of Blackwell, whose contraction is a group's rows: dw[e] = dy_e^T @ x_e over the rows of group
-e."""
+"""The weight gradient of Blackwell, contracted over a group's rows: dw[e] = dy_e^T @ x_e over the rows of group e."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
     """The weight gradient in 16 bits, with the arguments of sm90.grouped_wgrad.GroupedWgrad.
 
     Attributes:
-        mainloop_types: the mainloop with TMA addresses that wrap, and the mainloop without them
-            (`cute_kernels/plain.py`).
+        mainloop_types: the mainloop with TMA addresses that wrap around 2^64 (memory/ragged.py), and the mainloop
+            without them, for builds that avoid them (`cute_kernels/plain.py`).
     """
 
     role_registers = ACROSS_REGISTERS  # the scheduler walks light and heavy groups, with two cursors
@@ -63,10 +62,13 @@ class GroupedMxfp8Wgrad(GroupedWgrad):
 
         Args:
             scales: the addresses of dy's scales and of x's scales (memory/scale_bands.py).
-            groups: the first four fields of `Groups`.
+            dy: [T, N] in E4M3.
+            x: [T, K] in E4M3.
+            dw: [E, N, K], the result.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
             dw_table: the address of the offsets of experts' dw; 0: dw is packed.
             mask: the address of bool [E], which says for each group whether it adds to dw; 0: `accumulate` decides.
-            accumulate: not 0: all groups add to dw.
+            accumulate: without a mask, all groups add to dw if this is not 0; else all overwrite dw.
         """
         num_rows = Int32(x.shape[0])
         places = num_places(num_rows, groups[2])

@@ -87,8 +87,8 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Return the operands of MMAs: descriptors of A and of B, (MMA, 1, step, stage). storage: the kernel's shared
-        memory."""
+        """Return the operands of MMAs: descriptors of A and of B, each (MMA, 1, step, stage). storage: the kernel's
+        shared memory."""
         mma, (a, b) = self.tiled_mma(), self.operand_layouts()
         return (
             mma.make_fragment_A(storage.a.get_tensor(a.outer, swizzle=a.inner)),
@@ -101,7 +101,7 @@ class TensorCoreMainloop(Mainloop):
         return mma.make_fragment_C(mma.partition_shape_C((self.tile.m, self.tile.n))).layout
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32 | int:
-        """Return how many elements of a k-tile's depth must be multiplied; a number above tile.k: all."""
+        """Return how many elements of a k-tile's depth (tile.k) must be multiplied; tile.k or more: all."""
         return self.tile.k
 
     @cute.jit
@@ -159,16 +159,16 @@ class TensorCoreMainloop(Mainloop):
 
 
 class GemmMainloop(TensorCoreMainloop, gemm.GemmMainloop):
-    """The mainloop of rows times experts' weights."""
+    """The mainloop of rows of x times experts' weights."""
 
 
 class HalvesMainloop(TensorCoreMainloop, halves.HalvesMainloop):
-    """The mainloop of rows in two halves of columns, each times weights of its own."""
+    """The mainloop of rows of x in two halves of columns, each of which is multiplied by weights of its own."""
 
 
 class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
-    """The mainloop of columns of dy times columns of x. In a group's last k-tile, only the depth that has rows of the
-    group is multiplied."""
+    """The mainloop of columns of dy times columns of x. In a group's last k-tile, MMAs that contain no row of the group
+    are skipped."""
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32:
         return work.group_end - work.row - k_tile * self.tile.k
@@ -177,9 +177,9 @@ class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
 class ClearingWgradMainloop(WgradMainloop):
     """The mainloop of columns of dy times columns of x without TMA addresses that wrap (memory/ragged.py).
 
-    TMA then also loads rows past the group's end, and the MMA warp overwrites with zeros the rows that the last MMA
-    would multiply. These rows are in a group's last k-tile, and there are fewer of them than an MMA is deep. A row is a
-    line of 128 bytes for each 64 columns in 16 bits, for each 128 columns in 8 bits.
+    TMA cannot clip at the group's end then, so it also loads rows past it. The MMA warp overwrites with zeros those of
+    them that the group's last MMA multiplies, which are fewer rows than an MMA is deep. In shared memory a row takes a
+    line of 128 bytes for each 64 columns in 16 bits, or for each 128 columns in 8 bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -200,8 +200,8 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear_tail(self, stage: Int32, depth: Int32):
-        """Zero a stage's rows from row `depth` to the end of the last MMA, if `depth` is not a multiple of an MMA's
-        depth.
+        """Overwrite both operands' rows in a stage with zeros, from row `depth` to the end of the last MMA; do nothing
+        if `depth` is a multiple of an MMA's depth.
         """
         if (depth < self.tile.k) & (depth % self.step_k != 0):
             for rows, first in zip((self.rows_of_a, self.rows_of_b), self.places, strict=True):
@@ -214,8 +214,8 @@ class ClearingWgradMainloop(WgradMainloop):
         """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA.
 
         Args:
-            rows: the operand's lines.
-            first: the operand's first stage.
+            rows: the operand's lines of 128 bytes; only their number is used.
+            first: shared memory of the operand's first stage.
             stage: index of the stage.
             depth: how many rows of the k-tile belong to the group.
         """

@@ -26,7 +26,7 @@ than its MMAs. Not measured."""
 
 
 def _is_portable(problem: PolicyProblem) -> bool:
-    """Return True if a problem's weights are decoded, which portable kernels do."""
+    """Return True if a problem's weights are decoded: portable kernels serve such problems."""
     return OPERANDS[problem.operands].decodes
 
 
@@ -47,7 +47,8 @@ def rows_decide(problem: PolicyProblem) -> bool:
 
 
 def fixed_tile(problem: PolicyProblem) -> TileConfig:
-    """Return the tile that the rule by rows an expert chooses."""
+    """Return SMALL for at most MOST_ROWS rows an expert, else LARGE; if only one tile ships, that tile. Portable
+    kernels have their own rule."""
     if _is_portable(problem):
         return portable.fixed_tile(problem)
     if not rows_decide(problem):
@@ -65,7 +66,7 @@ def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
 
 
 def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
-    """Return nothing: no alternatives are known to be faster than the tiles."""
+    """Return no suggestions: no other call is known to be faster than this one."""
     return ()
 
 

@@ -29,7 +29,7 @@ LANE = 1 << 16
 WARP_LANES, SLAB_LANES = 32, 16
 # Columns of one read: ptxas requires that an instruction's registers, here 64, fit into a thread's registers at launch.
 READ_COLUMNS = 128
-# Columns of one read of whole rows, whose registers are needed in addition to the slab's.
+# Columns of one read of whole rows (`ShuffledAccumulators`), whose registers are needed in addition to the slab's.
 ROW_COLUMNS = 32
 NUM_ACCUMULATORS = PINGPONG_WARPGROUPS
 NUM_BARRIERS = 2 * NUM_ACCUMULATORS
@@ -164,7 +164,7 @@ class ShuffledAccumulators(TileAccumulators):
                     self._exchange(acc, first + column, rows, column, slab, half)
 
     def _rows(self, first: int) -> cute.Tensor:
-        """Read ROW_COLUMNS columns of this lane's row, from column `first` on."""
+        """Return registers with ROW_COLUMNS columns of this lane's row of the tile, from column `first` on."""
         memory = self.memory
         address = memory.base.toint() + self.index * memory.tile.n + first
         base = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
@@ -181,10 +181,10 @@ class ShuffledAccumulators(TileAccumulators):
         self, acc: cute.Tensor, to: cutlass.Constexpr[int], rows: cute.Tensor, column: cutlass.Constexpr[int],
         slab: cutlass.Constexpr[int], half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Fetch the thread's two accumulators in one row of 8 columns.
+        """Fetch the thread's two accumulators in one row and 8 columns from the lane that has read this row.
 
         Args:
-            acc: registers that receive the two accumulators.
+            acc: the slab's accumulators, of which two are set.
             to: the first of the 8 columns in the slab.
             rows, column: registers of this lane's row (`_rows`), and the first of the 8 columns in them.
             half: 0: the upper 8 of a warp's 16 rows of the slab; 1: the lower 8.

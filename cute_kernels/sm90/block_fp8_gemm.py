@@ -1,7 +1,7 @@
-"""The grouped GEMM of FP8 rows and weights that have float32 block scales.
+"""The grouped GEMM of rows of x and weights that are both in FP8 with float32 block scales.
 
-The mainloop multiplies the sum of each k-tile by the row's scale times the weight block's scale, and then adds it to
-float32 accumulators (mainloop/block_fp8.py).
+The mainloop multiplies the sum of each k-tile by the scale of x's row times the scale of the weight block, and then
+adds it to float32 accumulators (mainloop/block_fp8.py).
 """
 
 import cutlass.cute as cute

@@ -1,6 +1,7 @@
-"""The rule that selects, for 4-bit weights, the mainloop that decodes whole 32-bit words, eight elements each.
+"""The rule by which 4-bit weights get the mainloop that decodes whole 32-bit words of eight elements
+(mainloop/few_rows.py).
 
-That mainloop is mainloop/few_rows.py. This module is plain Python, because host code needs the rule, too.
+Plain Python, because host code needs the rule, too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from ..formats import Format
 from ..tiles import TileConfig
 
 # With so few rows of x, shared memory is made small enough to leave the L1 cache one line for each weight row. The line
-# keeps the row's scales, of which each k-tile reads 4 bytes. This costs a stage and saves 1 to 7 % of the time, since a
-# decode is bound by the bytes that L2 delivers to an SM: weights, scales and x.
+# keeps the row's scales, of which each k-tile reads 4 bytes. This costs a stage and saves 1 to 7 % of the time, since
+# GEMMs with so few rows are bound by the bytes that L2 delivers to an SM: weights, scales and x.
 FEW_ROWS = 32
 
 

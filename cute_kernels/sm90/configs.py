@@ -63,8 +63,8 @@ DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
 # MXFP4 weights decoded to FP8. No cluster: each CTA decodes its own weights, so that a cluster would share little.
 LARGE8_W4 = TileConfig(m=128, n=256, k=128)
-# Few rows of the same: the MMA has 16 or 32 columns for rows of x instead of a slab of 64 rows, so that decoding takes
-# the time, not MMAs.
+# MXFP4 weights decoded to FP8, for few rows of x: rows of x are the 16 or 32 columns of the MMA instead of a slab of 64
+# rows, so that decoding bounds the time, not MMAs.
 TINY8_W4 = TileConfig(m=16, n=256, k=128, schedule="swapped_whole")
 SLIM8_W4 = TileConfig(m=32, n=256, k=128, schedule="swapped_whole")
 TINY8_W4_FC2 = TileConfig(m=16, n=128, k=128, schedule="swapped_whole")
@@ -74,7 +74,8 @@ TILES8_W4 = (LARGE8_W4, SMALL8, SLIM8_W4, TINY8_W4)
 # Many rows an expert (LARGE_W8): a weight is decoded once for 256 rows.
 # Few rows (SMALL_W8): four warpgroups decode, which hide each other's latencies; the fewer columns an MMA has, the less
 # of x every CTA loads beside its weights.
-# Few rows of 4-bit weights (SLIM_W8): a decoded weight meets twice TINY_W8's rows, still by words (by_words.py).
+# Few rows and 4-bit weights (SLIM_W8): a weight is decoded once for 32 rows, twice as many as in TINY_W8, and still in
+# whole words (by_words.py).
 # Fewest rows (TINY_W8): the four warpgroups belong to two CTAs of an SM, so that a token's few experts fill more SMs
 # (eight of Qwen3-30B's experts in MXFP8: 23.6 us instead of 29.1), and one CTA's epilogue hides behind the other's
 # decoding.
@@ -112,7 +113,8 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     },
     ("mxfp8_exact", TINY_W8, False): _EITHER,
 }
-"""Choices that one FC1 kernel makes at run time, by (operands, tile, whether it stores the preactivation).
+"""Choices that an FC1 kernel makes at run time, by (key of `formats.OPERANDS`, tile, True if it stores the
+preactivation).
 
 "gated", "ungated": one kernel serves all activations of that kind. "layouts": one kernel serves all gate layouts. For
 keys that are not listed, each activation and each layout has a kernel of its own.
@@ -136,7 +138,7 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the activation form and the layout form that an FC1 kernel is compiled for.
+    """Return the activation form and the layout form of the FC1 kernel that serves an activation and a gate layout.
 
     A form is a key of `specs.ACTIVATION_FORMS` or `specs.LAYOUT_FORMS`: one activation (layout), or several among which
     the kernel chooses at run time. Kernels for transposed weights load each layout in a different way
@@ -193,12 +195,12 @@ _DECODING_TO_FP8: list[Spec] = [
     ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in (*_SPILLING, *_DECODING_TO_FP8)}
-"""Compiler diagnostics that are accepted, by spec name: these kernels may spill registers.
+"""Compiler diagnostics that a build accepts, by spec name: these kernels may spill registers.
 
 _SPILLING: gathering warps leave a thread of an MMA warpgroup only 208 or 216 registers, up to 7 too few for these
 epilogues. The spilled values go to memory once a tile, which costs less than could be measured (a backward runs at
 0.985 to 1.03 of its speed with 240 registers). _DECODING_TO_FP8: besides gathering warps, these kernels have warpgroups
-that decode to FP8, and the gathering warps have too few registers.
+that decode weights to FP8 and take registers, so that the gathering warps have too few.
 """
 
 

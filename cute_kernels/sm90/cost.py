@@ -1,9 +1,10 @@
 """A model of how long a grouped GEMM takes on a tile. It compares tiles for which no times were measured.
 
 Time = launch + the slower of moving the bytes and computing the tiles in rounds of a persistent grid. The host does not
-know group sizes, so two routings represent all: even, and Dirichlet(0.5), where an expert's rows are distributed like
-the square of a normal variable. The constants were fitted to half of the models of perf/results/tiles-h200.csv;
-tests/test_choice.py checks the choices on the other half.
+know group sizes, so two routings stand for all: EVEN, where all experts have the same number of rows, and SKEWED, where
+experts' shares of the rows are drawn from Dirichlet(0.5): an expert's rows are distributed like average * Z^2 with a
+standard normal Z. The constants were fitted to half of the models of perf/results/tiles-h200.csv; tests/test_choice.py
+checks the choices on the other half.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..tiles import TileConfig
 
 BYTES = 2  # bytes of an element
 EVEN, SKEWED = "uniform", "dirichlet"
-RARE = 1e-4  # sums over row tiles end where the probability of more rows falls below this
+RARE = 1e-4  # sums over an expert's row tiles end where the probability of more rows falls below this
 
 
 @dataclass(frozen=True)
@@ -50,29 +51,31 @@ H200 = Machine()
 
 
 def _more_than(rows: float, average: float) -> float:
-    """Return the probability that an expert has more than `rows` rows under Dirichlet(0.5) routing."""
+    """Return the probability that an expert has more than `rows` rows under SKEWED routing: P(average Z^2 > rows), with
+    Z standard normal."""
     return math.erfc(math.sqrt(rows / (2 * average)))
 
 
 def active_share(average: float, routing: str) -> float:
-    """Return the share of experts that get any row, if experts have `average` rows on average.
-
-    The share is always above 0, since callers divide by it.
+    """Return the share of experts that get at least one row; always above 0, since callers divide by it.
 
     Args:
         average: rows of an expert on average.
-        routing: EVEN or SKEWED, which is Dirichlet(0.5).
+        routing: EVEN or SKEWED.
     """
     return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
 @functools.lru_cache(maxsize=1024)  # one choice of a tile calls row_tiles for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
-    """Return the average number of row tiles of an expert.
+    """Return the average number of row tiles of an expert, counting 0 for experts without rows.
 
-    With SKEWED routing this is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin
-    formula replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), hence the
-    constant 0.2346.
+    With SKEWED routing an expert has r = average * Z^2 rows (Z standard normal), and the result is the sum of
+    P(r > j height) over j = 0, 1, ..., where the term of j = 0 is `active_share`. If average < height, the terms are
+    added until they fall below RARE. Otherwise the terms from j = 1 on, erfc(sqrt(j s)) with s = height / (2 average),
+    are summed by the Euler-Maclaurin formula: the integral average / height, minus half of the value 1 at j = 0, plus a
+    correction because erfc(sqrt(j s)) falls like 1 - 2 / sqrt(pi) * sqrt(j s) near j = 0. The correction is
+    -zeta(-1/2) * 2 / sqrt(pi) * sqrt(s) = 0.2346 sqrt(s).
 
     Args:
         average: rows of an expert on average.
@@ -122,7 +125,7 @@ def _tile_us(
 
     Args:
         average: rows of an expert on average.
-        pairs_rows: see `_pairs_rows`.
+        pairs_rows: True if the CTAs of a cluster have different row tiles, and share weights.
         routing: EVEN or SKEWED.
         busy: share of all CTAs that have a tile at the same time.
     """
@@ -137,8 +140,8 @@ def _tile_us(
 
 
 def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
-    """Return the microseconds of all rounds of tiles. The last round counts as full if routing is even, else as
-    half.
+    """Return the microseconds of all rounds of tiles. With EVEN routing an incomplete last round counts as a whole
+    round; with SKEWED routing 0.5 is added to the number of rounds, which is a fraction and at least 1.
     """
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))

@@ -1,4 +1,4 @@
-"""The grouped GEMM of FP8 rows and 4-bit weights, which separate warpgroups of the kernel decode to FP8."""
+"""The grouped GEMM of FP8 rows of x and 4-bit weights, which separate warpgroups of the kernel decode to FP8."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from .mainloop.swapped_fp8 import SwappedFp8Mainloop
 
 
 class GroupedDecodedFp8Gemm(GroupedGemm):
-    """GEMM of MXFP8 rows and MXFP4 weights, on a cooperative tile, or on a swapped one (`GroupedSwappedFp8Gemm`).
+    """GEMM of MXFP8 rows of x and MXFP4 weights on a cooperative tile; the subclass GroupedSwappedFp8Gemm takes swapped
+    tiles.
 
-    Besides its block scales, each weight row has a power-of-two scale, by which the epilogue multiplies the sums.
+    Besides its block scales, each weight row has a power-of-two scale, by which the epilogue multiplies the row's sums.
     """
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
@@ -54,7 +55,8 @@ class GroupedDecodedFp8Gemm(GroupedGemm):
 
 
 class GroupedSwappedFp8Gemm(GroupedDecodedFp8Gemm):
-    """The same GEMM with weights as the rows of the MMA, for few rows of x."""
+    """GEMM of MXFP8 rows of x and MXFP4 weights on a swapped tile, for few rows of x: weights are the rows of the MMA,
+    rows of x its columns."""
 
     decoding_mainloop = SwappedFp8Mainloop
 

@@ -1,7 +1,7 @@
-"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of 16-bit rows and quantised weights.
+"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of 16-bit rows of x and quantised weights.
 
-It is the data gradient through quantised weights: the contraction runs over the rows of w[e]. Two warpgroups of the
-kernel decode the weights to 16 bits.
+It computes data gradients through quantised weights, so the contraction runs over the rows of w[e]. Two warpgroups of
+the kernel decode the weights to 16 bits.
 """
 
 import cuda.bindings.driver as cuda
@@ -23,7 +23,7 @@ from .persistent import PersistentGemm
 
 
 class DecodedLinesGemm(PersistentGemm):
-    """GEMM of 16-bit rows and quantised weights, contracted over weight rows. weights: format of the weights."""
+    """GEMM of 16-bit rows of x and quantised weights, contracted over weight rows. weights: format of the weights."""
 
     decoding_warpgroups = DECODING_WARPGROUPS
 
@@ -58,7 +58,7 @@ class DecodedLinesGemm(PersistentGemm):
             groups: address, encoding, count and tickets of schedule.groups.Groups.
             inputs: the epilogue's inputs, which also hold the address of the weights' scales.
             num_sms: number of SMs to use.
-            position: see PersistentGemm.start.
+            position: how many kernels of the same call come before this one (PersistentGemm.start).
         """
         columns = Int32(y.shape[1])
         operands = self.make_mainloop().operands(x, w, inputs.w_scale, columns)

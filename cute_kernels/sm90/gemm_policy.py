@@ -1,4 +1,5 @@
-"""The order in which Hopper's GEMMs compute their tiles, and their L2 policy. Plain Python: host code uses it, too."""
+"""The order in which Hopper's GEMMs compute their tiles, MMAs that they leave out, and their L2 policy. Plain Python:
+host code uses it, too."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWg
 # A group is light if it has at most this many rows: loading its weights from memory then takes longer than the MMAs.
 # With 128 instead of 64, gpt-oss-120b is as fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
 LIGHT_ROWS = 64
-# LIGHT_ROWS of weight gradients: the MMAs of this many rows take as long as storing a 16-bit tile at an SM's share of
-# the memory bandwidth. With twice as many, 32-bit results are up to 3 % slower.
+# The same limit for weight gradients: the MMAs of this many rows take as long as storing a 16-bit tile at an SM's share
+# of the memory bandwidth. With twice as many, 32-bit results are up to 3 % slower.
 WGRAD_LIGHT_ROWS = 160
 # Shallower contractions end before the next ticket arrives: with K = 512, tiles in a fixed order are 3 % faster.
 MIN_TICKET_DEPTH = 768
@@ -20,9 +21,9 @@ MIN_TICKET_DEPTH = 768
 def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
     """Return True if the kernel marks weights that it reads once as the first to leave L2.
 
-    A 16-bit grouped_dglu does not, because its epilogue loads tensors of its own: the mark costs 1 % there, except if
-    groups are small. With weights that have scales, only tiles of at most 64 rows do: in MXFP8 the branch costs tiles
-    with many rows 1 %, and tiles with few rows gain 2 to 3 %.
+    A 16-bit grouped_dglu does not, because its epilogue loads tensors of its own: marking costs 1 % there, except if
+    groups are small. Kernels of weights that have scales mark only with tiles of at most 64 rows: in MXFP8 the run-time
+    branch costs tiles with more rows 1 %, and tiles with few rows gain 2 to 3 %.
     """
     if not OPERANDS[spec.operands].w.scale:
         return not isinstance(spec, DgluSpec)
@@ -30,10 +31,10 @@ def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
 
 
 def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Return True if the kernel leaves out the MMAs of a tile's second half when that half has no rows.
+    """Return True if the kernel leaves out the MMAs of a tile's second 64 rows when the group has no rows there.
 
     Kernels that contract over weight rows do not: their contractions are longer, and CTAs that fall out of step share
-    less of their operands in L2 (0.92 of the speed on gpt-oss-120b, Dirichlet 0.5).
+    less of their operands in L2 (0.92 of the speed on gpt-oss-120b with Dirichlet(0.5) routing).
     """
     over_rows = spec.transpose_w != isinstance(spec, DgluSpec)
     return spec.tile.takes_turns and spec.tile.slabs == 2 and not over_rows
@@ -44,7 +45,8 @@ def gemm_policy(spec: GemmSpec) -> GemmPolicy:
     leaves out."""
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):
         return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
-    # grouped_dglu loads tensors in its epilogue: it has no registers for two walks, and would gain nothing.
+    # grouped_dglu loads tensors in its epilogue: it has no registers for a scheduler that walks light and heavy groups,
+    # and would gain nothing.
     tickets = spec.tile.adaptive and not isinstance(spec, DgluSpec)
     light_rows = LIGHT_ROWS if tickets else 0
     return GemmPolicy(tickets, light_rows, _evicts_weights(spec), _skips_half_tiles(spec))

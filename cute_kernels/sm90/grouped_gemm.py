@@ -27,7 +27,7 @@ from .persistent import PersistentGemm
 
 
 class GroupedGemm(PersistentGemm):
-    """GEMM of rows of x with the weights of each row's expert e.
+    """GEMM of rows of x with the weights of their experts.
 
     Args:
         dtype: element type of x and w.
@@ -35,8 +35,8 @@ class GroupedGemm(PersistentGemm):
         transposed: True: w[e] is stored transposed, so that y[row] = epilogue(x[row] @ w[e]).
         in_halves: True: each half of x's columns is multiplied by a transposed w of its own; the products are added.
 
-    If `spec.adapted`, the accumulators also get low[row] @ b[e]^T (transposed: low[row] @ b[e]), with low [T, r] and b
-    stored like w.
+    If `spec.adapted`, an adapter of rank r is added: the accumulators also get low[row] @ b[e]^T (transposed:
+    low[row] @ b[e]), with low [T, r] and b stored like w.
     """
 
     epilogue: Epilogue
@@ -71,7 +71,7 @@ class GroupedGemm(PersistentGemm):
         Args:
             x_scale: address of the scales of x; 0: x has none.
             inputs: the epilogue's inputs, which locate the weights' scales.
-            w_blocks: the address of the weights' block scales, if weight rows have scales, too.
+            w_blocks: the address of the weights' block scales, for formats whose weight rows have scales, too.
         """
         return x_scale
 
@@ -97,9 +97,10 @@ class GroupedGemm(PersistentGemm):
             rows: address of the indices of x's rows, int32 [T]; 0: rows lie in order.
             inputs: the epilogue's inputs.
             num_sms: number of SMs to use.
-            position: see PersistentGemm.start.
-            x_scale: address of the scales of x, if x is in FP8.
-            w_up: address of the weights' second half, as in `weight_view`.
+            position: how many kernels of the same call come before this one (PersistentGemm.start).
+            x_scale: address of the scales of x; 0: x has none.
+            w_up: address of the tensor of the weights' second half u, if the halves are two tensors; 0 or None: w has
+                both halves.
             low: tensors (low, b) of an adapted GEMM; None: not adapted.
             w_blocks: address of the weights' block scales, if weight rows have scales, too; None: weight rows have
                 none.
@@ -122,7 +123,8 @@ class GroupedGemm(PersistentGemm):
 
 
 class GroupedFp8Gemm(GroupedGemm):
-    """GEMM of MXFP8 rows and E4M3 weights whose scales are folded to one for each weight row, on a cooperative tile."""
+    """GEMM of MXFP8 rows of x and E4M3 weights, whose scales are folded to one for each weight row, on a cooperative
+    tile."""
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)

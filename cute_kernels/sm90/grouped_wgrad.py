@@ -90,9 +90,9 @@ class GroupedWgrad(PersistentGemm):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch with `operands` of `num_rows` rows in all; for the remaining arguments, see `launch`.
+        """Launch the kernel with the mainloop's inputs `operands`, which have `num_rows` rows in all.
 
-        dy and x: only their numbers of columns (N and K) are used.
+        Of dy and x only the numbers of columns (N and K) are used; `launch` describes the remaining arguments.
         """
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (self.store_rows, self.epilogue.cols)

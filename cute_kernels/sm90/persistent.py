@@ -23,7 +23,7 @@ by multicast.
     cooperative   n = tile.m / 64 warpgroups share every tile, 64 rows each.
     pingpong      n = 2 warpgroups take every other tile each; the epilogue of one runs during the MMAs of the other.
     swapped       weights are the rows of the MMA; warpgroups share every tile, 64 or 128 weight rows each, or one
-                  warpgroup has all rows, which other warpgroups decode.
+                  warpgroup multiplies all weight rows, which other warpgroups decode.
 
     ring      WorkRing, 4 slots, or 2 if clusters draw tickets. full: 1 arrival (scheduler); empty: 1 a consumer warp.
               Every warp of another role in this table reads every tile, and frees the slot once it has read it.
@@ -164,8 +164,9 @@ class PersistentGemm(GemmRoles):
             num_sms: number of SMs to use; each gets `tile.ctas_per_sm` CTAs.
             position: how many kernels of the same call come before this one.
 
-        If `position` is not 0, the kernel starts early, by programmatic dependent launch. If the call's first kernel
-        writes the offs, the second kernel waits for it before it reads them; later kernels find them written.
+        If `position` is not 0, the kernel starts before the previous one has ended (programmatic dependent launch). If
+        the call's first kernel writes the offs (`OFFS_OF_CALL`), the second kernel waits for it before it reads them;
+        later kernels find them written.
         """
         self._name_kernel()
         is_there = (groups.encoding == OFFS_OF_CALL) & (position > 1)
@@ -183,7 +184,7 @@ class PersistentGemm(GemmRoles):
     def _name_kernel(self) -> None:
         """Name the kernel after its spec, for profilers.
 
-        With the DSL's own prefix in its name, ptxas would treat the kernel as one of CUTLASS's.
+        The DSL's own name prefix is removed, since ptxas would treat the kernel as one of CUTLASS's.
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
@@ -216,8 +217,8 @@ class PersistentGemm(GemmRoles):
         return fields
 
     def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
-        """Return the shared-memory tensor that TMA loads weights into: B, unless weights are decoded on the way to
-        B.
+        """Return the shared-memory tensor that TMA loads weights into: B itself, or the packed weights' stages if other
+        warpgroups decode from there into B.
         """
         return sB
 

@@ -1,5 +1,5 @@
-"""Hopper's implementation of `arch.ArchPolicy`: the rules that choose a shipped tile, the possible tiles, and their
-speed.
+"""Hopper's implementation of `arch.ArchPolicy`, which describes these functions: rules that choose among the shipped
+tiles, all possible tiles, and their modelled times.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
 """For each key of `formats.OPERANDS`: tiles in ascending order, each with the greatest average number of rows an expert
 for which the tile is chosen.
 
-Decoded weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55
-times as long. The limits are the averages at which the smaller size takes as long as the larger one: random routing
-then gives 10, 30 and 50 % of the groups more rows than one of the smaller tiles holds. In MXFP4 a row tile of SLIM_W8
-takes 1.03 times as long as one of TINY_W8, and one of SMALL_W8 1.6 to 1.9 times, since the first two have a faster
-mainloop (mainloop/few_rows.py). NVFP4 has MXFP4's limits; in decoding it takes 1.05 to 1.08 times as long as MXFP4
-(docs/decisions/nvfp4-weights.md).
+Weights that are decoded to 16 bits are decoded again for every row tile of an expert. A tile of the next size (TINY_W8
+16 rows, SMALL_W8 64, MEDIUM_W8 128, LARGE_W8 256) takes 1.14, 1.30 and 1.55 times as long. The limits are the averages
+at which the smaller size takes as long as the larger one: random routing then gives 10, 30 and 50 % of the groups more
+rows than the smaller tile holds. In MXFP4 a row tile of SLIM_W8 takes 1.03 times as long as one of TINY_W8, and one of
+SMALL_W8 1.6 to 1.9 times, since the first two have a faster mainloop (mainloop/few_rows.py). NVFP4 has MXFP4's limits;
+generating tokens takes 1.05 to 1.08 times as long with it as with MXFP4 (docs/decisions/nvfp4-weights.md).
 
 FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
 1.29 times as fast (four models, one H100).
@@ -113,12 +113,14 @@ def _by_rows(problem: PolicyProblem) -> TileConfig:
 
 
 def _covered(problem: PolicyProblem, tile: TileConfig) -> int:
-    """Return the number of elements, padding included, of the weight-gradient tiles that cover a problem's weights."""
+    """Return how many elements, padding included, the weight gradients of a problem have if they are covered by copies
+    of `tile`."""
     return sum(tile.padded(n, k) for n, k in problem.weights)
 
 
 def _by_padding(problem: PolicyProblem) -> TileConfig:
-    """Return the tile for a weight gradient: WGRAD_WIDE if it needs less padding than WGRAD (see WIDE_PADDING)."""
+    """Return the tile for a weight gradient: WGRAD_WIDE if its tiles have at most WIDE_PADDING times as many elements
+    as WGRAD's (WIDE_PADDING_BY_INDEX if rows come by index), else WGRAD."""
     usual, wide = WGRAD_TILES
     most = WIDE_PADDING_BY_INDEX if problem.gathers else WIDE_PADDING
     return wide if _covered(problem, wide) <= most * _covered(problem, usual) else usual

@@ -12,7 +12,8 @@ from .turns import EPILOGUE_BARRIER, MMA_BARRIER, Turns, share_of
 
 
 class GemmRoles(Invariant):
-    """The loops of all roles: each reads tiles from the scheduler's ring until the end mark, a tile with expert < 0.
+    """The loops of all roles except the scheduler's. Each reads tiles from the scheduler's ring until the end mark, a
+    tile with expert < 0.
 
     Attributes:
         tile: the spec's tile.
@@ -71,10 +72,11 @@ class GemmRoles(Invariant):
     ):  # fmt: skip
         """Decode the weights of every tile; run by each thread of a decoding warpgroup.
 
-        There is no griddepcontrol_wait, because the previous kernel does not write weights.
+        The role does not wait for the previous kernel (griddepcontrol_wait), because that kernel does not write
+        weights.
 
         Args:
-            narrow: the shared-memory array of weights before they are decoded.
+            narrow: the shared-memory array of packed weights, before they are decoded.
             rank: index of the warpgroup among the decoding warpgroups.
         """
         lines, slots = mainloop.lines(operands), narrow.data_ptr().toint() + rank * mainloop.slots_bytes

@@ -1,4 +1,4 @@
-"""The grouped GEMM of 16-bit rows and quantised weights: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows.
+"""The grouped GEMM of 16-bit rows of x and quantised weights: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows.
 
 MMA warpgroups decode the weights in registers.
 """
@@ -25,14 +25,15 @@ from .mainloop.decoding import DecodingMainloop
 from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
 
-# Upper limit for barriers and the ring's slots. Row scales and exponents follow, then the first aligned buffer.
+# Upper limit of the bytes of barriers and the ring's slots. The epilogue's small fields follow, then the first buffer,
+# aligned to ALIGNMENT.
 BARRIER_BYTES = 512
 ALIGNMENT = 1024
 LINE_BYTES = 128
 
 
 class SwappedGemm(PersistentGemm):
-    """GEMM whose MMAs have weights as rows and rows of x as columns. weights: format of the weights."""
+    """GEMM whose MMAs have weight rows as rows and rows of x as columns. weights: format of the weights."""
 
     slots_type = SwappedSlots
 
@@ -86,7 +87,7 @@ class SwappedGemm(PersistentGemm):
             groups: address, encoding, count and tickets of schedule.groups.Groups.
             inputs: the epilogue's inputs, which also hold the address of the weights' scales.
             num_sms: number of SMs to use.
-            position: see PersistentGemm.start.
+            position: how many kernels of the same call come before this one (PersistentGemm.start).
         """
         rows, slots = Int32(w.shape[1]), self.shape.slots
         view, address = weight_view(w, Int64(0), self.shape.parts, self.shape.layout, False, inputs.gate)

@@ -1,9 +1,11 @@
-"""Assignment of a swapped tile's weight rows to threads. Plain Python: `warpgroup` and `thread` may be ints or Int32.
+"""Assignment of a swapped tile's weight rows, which are the rows of the MMA, to threads. Plain Python: `warpgroup` and
+`thread` may be ints or Int32.
 
-An MMA gives thread t of a warpgroup the rows 16 (t / 32) + (t % 32) / 4 + 8 r of each slab of 64 rows, r = 0, 1. The
-decoder chooses which weight rows it reads into these MMA rows. In a gated layer, with a the activated and u the linear
-half, it chooses them so that a thread has rows of a and the matching rows of u. If the warpgroup has two slabs, one
-holds rows of a and the other rows of u. If it has one slab, r = 0 is a row of a and r = 1 a row of u.
+An MMA gives thread t of a warpgroup the rows 16 (t / 32) + (t % 32) / 4 + 8 r of each slab of 64 MMA rows, r = 0, 1.
+The decoder chooses which weight rows it reads into these MMA rows. In a gated layer, with a the activated and u the
+linear half, it chooses them so that a thread has weight rows of a and the matching weight rows of u. If the warpgroup
+has two slabs, one holds rows of a and the other rows of u. If it has one slab, r = 0 is a row of a and r = 1 a row of
+u.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
 
 
 class SwappedRows:
-    """The weight rows of a tile that a thread has: two of each slab, numbered with rows of the first part (a) first.
+    """The weight rows of a tile that a thread has: two of each slab. They are numbered from 0, rows of part a before
+    rows of part u.
 
-    In the tile the rows of a part lie together. A thread's columns in a chunk of the output are 8 apart.
+    In the tile the weight rows of a part lie together. A thread's columns in a chunk of the output are 8 apart.
 
     Attributes:
         count: weight rows of a thread in all.
@@ -53,6 +56,7 @@ class SwappedRows:
         self.chunk_columns = min(ROWS, self.columns)
 
     def part(self, row: int) -> int:
+        """Return the part, 0 (a) or 1 (u), of the thread's weight row number `row`."""
         return row // self.part_count
 
     def row_offset(self, row: int) -> int:

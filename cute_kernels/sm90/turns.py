@@ -16,7 +16,7 @@ MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 
 class Turns(Invariant):
-    """Turns of two warpgroups at a resource that both use, one tile at a time.
+    """Turns of two warpgroups at a resource that both use (tensor cores, or shared staging slots), one tile at a time.
 
     At named barrier first_barrier + w, warpgroup w waits, and the other warpgroup arrives when it is done with its
     tile. Turns are required for correctness: a warpgroup that waited for a stage more than one round of the ring early

@@ -4,10 +4,17 @@ A spec is a frozen dataclass with a stable, readable `name`; that name is the ex
 manifest key and the cache key's readable half. A spec never holds a token count, an expert count, N, K
 or a device: those are run-time values of every kernel.
 
-Fields of several specs: dtype, of 16-bit tensors, a key of DTYPES; tile, `tiles.TileConfig`; arch, a key of ARCHS;
-operands, a key of OPERANDS, the formats in which a GEMM's rows and weights are stored; activation and glu_layout, keys
-of ACTIVATION_FORMS and LAYOUT_FORMS; save_preact, the preactivation is stored, too. Letters: T rows, H hidden,
-I intermediate, r rank of an adapter; a subscript e is the row's expert.
+Fields that several specs have:
+
+    dtype                   the dtype of 16-bit tensors, a key of DTYPES
+    tile                    the GEMM's tile, a `tiles.TileConfig`
+    arch                    the architecture, a key of ARCHS
+    operands                the formats in which a GEMM's x and weights are stored, a key of OPERANDS
+    activation, glu_layout  keys of ACTIVATION_FORMS and LAYOUT_FORMS
+    save_preact             the preactivation is stored, too
+
+Letters: T rows, E experts, H hidden, I intermediate, N and K rows and columns of a weight, r rank of an adapter; a
+subscript e is the row's expert.
 """
 
 from __future__ import annotations

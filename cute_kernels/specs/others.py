@@ -42,8 +42,8 @@ class QuantizeMxfp8Spec:
     """Quantisation of x [T, K] to MXFP8. Block size and scale layout are run-time values.
 
     Attributes:
-        axis: blocks lie along "row", along "col", or "both" copies are made in one read of x. "group": along the
-            columns of each group, whose first row begins a block.
+        axis: "row": blocks lie along rows; "col": along columns; "both": one read of x makes both results. "group":
+            blocks lie along the columns of each group, whose first row begins a block.
         rounded: only with axis "row": the result is the rounded values in x's dtype, instead of elements and scales.
     """
 
@@ -126,8 +126,8 @@ class MhcSpec:
 
     Attributes:
         kernel: a key of `mhc.kernels.KERNELS`.
-        dtype: the dtype of the streams. Sinkhorn kernels take any dtype; their spec has "float32".
-        n: the number of streams.
+        dtype: the dtype of the residual streams. Sinkhorn kernels take any dtype; their spec has "float32".
+        n: the number of residual streams.
     """
 
     op: ClassVar[str] = "mhc"

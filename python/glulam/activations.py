@@ -1,8 +1,9 @@
-"""Activations in Python: their numbers, their values on tensors, and the order of gate and up halves in 2I columns.
+"""Activations in Python: their constants, their values on tensors, and the order of gate and up halves in 2I columns.
 
-`cute_kernels.formulas` declares activations and their numbers (limit, alpha, ...). Public functions take numbers by
-keyword; internal functions take one tuple. `split_halves` defines the column order of a gated layer. Values are
-computed by plain torch operators in the dtype of the arguments: they are the CPU reference.
+`cute_kernels.formulas` declares activations and their constants (limit, alpha, ...), which the code calls numbers.
+Public functions take constants by keyword; internal functions take one tuple, `numbers`. `split_halves` defines the
+column order of a gated layer. Values are computed by plain torch operators in the dtype of the arguments: they are the
+CPU reference.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from cute_kernels.specs import GATED, KINDS, LAYOUTS
 INTERLEAVED32_BLOCK = 32
 
 Numbers = tuple[float, ...]
-"""The numbers (limit, alpha, ...) of all activations' formulas, in the order of NUMBERS."""
+"""Constants (limit, alpha, ...) of all activations' formulas, in the order of `cute_kernels.formulas.NUMBERS`."""
 DEFAULTS: Numbers = tuple(number.default for number in NUMBERS.values())
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class NamedNumbers(TypedDict, total=False):
-    """The numbers of all activations' formulas as keyword arguments, for type checkers."""
+    """The constants of all activations' formulas as keyword arguments, for type checkers."""
 
     limit: float
     alpha: float
@@ -40,12 +41,12 @@ class NamedNumbers(TypedDict, total=False):
 
 
 class Activation(NamedTuple):
-    """An activation function with its layout and its numbers.
+    """An activation function with its column layout and its constants.
 
     Attributes:
         name: the activation's name, a key of `cute_kernels.formulas.FORMULAS`.
         glu_layout: order of the gate and up halves in 2I columns; used only if the activation is gated.
-        numbers: the numbers of this activation's formula, in the order in which the formula takes them.
+        numbers: the constants of this activation's formula alone, in the order in which the formula takes them.
     """
 
     name: str
@@ -54,42 +55,40 @@ class Activation(NamedTuple):
 
     @classmethod
     def named(cls, name: str, glu_layout: str = "concat", **numbers: float | None) -> Activation:
-        """Return the activation with these numbers; numbers that are not given have their defaults."""
+        """Return the activation with the constants `numbers` (limit, alpha, ...); others have their defaults."""
         return cls.of(name, glu_layout, _pack(**numbers))
 
     @classmethod
     def of(cls, name: str, glu_layout: str, numbers: Numbers) -> Activation:
-        """Return the activation, with its own numbers picked from `numbers`, which holds the numbers of all
-        formulas.
-        """
+        """Return the activation, with its own constants picked from `numbers`, the constants of all formulas."""
         named: Mapping[str, Any] = named_numbers(numbers)
         return cls(name, glu_layout, tuple(named[own] for own in FORMULAS[name].numbers))
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of operators and modules for this activation; numbers equal to their default
-        are left out.
-        """
+        """This activation as keyword arguments of operators and modules, without constants that have their default."""
         own = zip(FORMULAS[self.name].numbers, self.numbers, strict=True)
         others = {name: value for name, value in own if value != NUMBERS[name].default}
         return {"activation": self.name, "glu_layout": self.glu_layout, **others}
 
     @property
     def params(self) -> dict[str, float]:
-        """The activation's numbers as kernel arguments, by the names in `signatures.PARAMS`; unused arguments are 0."""
+        """The activation's constants as kernel arguments, by the names in `signatures.PARAMS`; unused ones are 0."""
         values = (*map(float, self.numbers), *[0.0] * len(PARAMS))
         return {argument.name: value for argument, value in zip(PARAMS, values, strict=False)}
 
     @property
     def kernel_params(self) -> dict[str, Any]:
-        """Arguments of a kernel that computes several activations: codes of the activation and the layout, and the
-        numbers.
+        """Arguments by which a kernel compiled for several activations selects this one.
+
+        `kind` and `glu_layout` are the codes of the activation and of the column layout; the rest, `params`, are the
+        activation's constants (limit, alpha, ...).
         """
         return {"kind": KINDS[self.name], "glu_layout": LAYOUTS[self.glu_layout], **self.params}
 
 
 def named_numbers(numbers: Numbers) -> NamedNumbers:
-    """Return the numbers of all formulas as keyword arguments."""
+    """Return the tuple of all formulas' constants as keyword arguments."""
     return cast(NamedNumbers, dict(zip(NUMBERS, numbers, strict=True)))
 
 
@@ -98,12 +97,15 @@ def _as_a_number(name: str, number: Number) -> str:
 
 
 TEXT = f"({', '.join(_as_a_number(*one) for one in NUMBERS.items())})"
-"""Python source of a tuple of all numbers, made from variables of the numbers' names; it also uses the name `inf`."""
+"""Python source of an expression for the tuple of all constants.
+
+It reads a variable of each constant's name, replaces None by the value that None stands for, and uses the name `inf`.
+"""
 
 
 def packer(name: str) -> Callable[..., Numbers]:
-    """Return a function that takes an activation's numbers (limit, alpha, ...) by keyword and returns the tuple of all
-    numbers.
+    """Return a function that takes an activation's constants (limit, ...) by keyword and returns the tuple of all
+    formulas' constants.
 
     The function is called `name`, so that the TypeError of an unknown keyword shows this name.
     """
@@ -118,7 +120,7 @@ _pack = packer("numbers")
 
 
 def packed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments with all numbers (limit, alpha, ...) replaced by one tuple, `numbers`."""
+    """Return a call's arguments with the constants (limit, alpha, ...) replaced by one tuple, `numbers`."""
     own = {name: value for name, value in arguments.items() if name in NUMBERS}
     others = {name: value for name, value in arguments.items() if name not in NUMBERS}
     return {**others, "numbers": _pack(**own)}
@@ -129,7 +131,10 @@ def _annotation(number: Number) -> str:
 
 
 def with_numbers(function: Function) -> Function:
-    """Decorate a function that takes `**numbers`: inspect.signature then shows each number after `glu_layout`."""
+    """Decorate a function that takes `**numbers`, so that inspect.signature shows each constant by name.
+
+    The constants come after `glu_layout`.
+    """
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     assert last.kind is inspect.Parameter.VAR_KEYWORD

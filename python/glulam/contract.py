@@ -2,8 +2,8 @@
 
 Nothing is listed by hand. The operators are all that have kernels; recipes say which operands are multiplied; an
 architecture's choice of kernels says which tiles are used and in which order they add; an operator's definition says
-how a call's sums are cut. docs/batch-invariance.md has the table that `table` makes; `python -m glulam.contract
-docs/batch-invariance.md` writes it there.
+how a call's sums are cut into partial sums. docs/batch-invariance.md has the table that `table` makes; `python -m
+glulam.contract docs/batch-invariance.md` writes it there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = {"sm_90a": "sm_90a", "portable": "sm_90", "sm_100a": "sm_100a"}
 BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
 """Marks before and after the table in a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
-"""Names in the table of an operator and of the operators built on it."""
+"""For an operator on which others are built: the names of all of them, as the table shows them in one row."""
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
     "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),
@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_dglu": ({},),
     "grouped_wgrad": ({"intermediate": 0, "out_dtype": "bfloat16"},),
 }
-"""For each operator, the fields of the Problems (sizes and options of a call) that may be served by different tiles."""
+"""For each operator, sets of options of a call (fields of a Problem); each set may be served by different tiles."""
 
 
 class Verdict(NamedTuple):
@@ -82,10 +82,12 @@ def serves(op: str, recipe: Recipe) -> bool:
 
 
 def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1) -> Iterator[Problem]:
-    """Yield the Problems in bfloat16 of an operator that an architecture has kernels for, one for each entry of
-    VARIANTS[op].
+    """Yield a Problem (sizes and options of a call) in bfloat16 for each entry of VARIANTS[op] that has kernels.
 
     Args:
+        op: the operator.
+        recipe: the requested recipe.
+        arch: the architecture; nothing is yielded if it has no kernels for the operator with this recipe.
         rows, experts: total number of rows, and number of experts.
     """
     recipe = recipe_on(recipe, arch)
@@ -104,7 +106,10 @@ def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1
 
 @functools.cache
 def tiled(op: str, recipe: str, column: str) -> Verdict:
-    """Return the verdict on an operator whose kernels are chosen by tile. column: a key of COLUMNS."""
+    """Return the verdict on an operator of TILED, whose kernels exist in several tiles, with a recipe.
+
+    column: a key of COLUMNS.
+    """
     arch = COLUMNS[column]
     found = list(problems(op, RECIPES[recipe], arch))
     if not found:
@@ -116,10 +121,10 @@ def tiled(op: str, recipe: str, column: str) -> Verdict:
 
 
 def _left_out(problem: Problem, arch: str) -> str:
-    """Return text: the tiles that the switch excludes for a problem, and the largest number of rows at which they are
-    used.
+    """Return text that names the tiles which the switch excludes for a problem, and the largest number of rows an
+    expert at which they are used without the switch.
 
-    "": the switch excludes none.
+    "": the switch excludes no tile.
     """
     order = invariance.order_of(problem, arch)
     orders = invariance.orders_by_tile(problem, arch)
@@ -139,9 +144,9 @@ def _leaves_order(problem: Problem, arch: str, rows: int) -> bool:
 
 @functools.cache
 def cuts() -> dict[str, str]:
-    """For each operator without tiles, return text that says how its sums are cut, in forward and backward.
+    """Return, by operator without tiles, text that says how its sums are cut into partial sums, forward and backward.
 
-    "": the sums are not cut; each row's result depends on its own numbers alone.
+    "": no sum is cut; a row's result depends on this row's values alone.
     """
     found: dict[str, list[str]] = {}
     for kind in front.OPERATORS:

@@ -172,8 +172,9 @@ def _in_words(op: str, choice: Choice, device: str, gpu: gpus.Gpu) -> Explanatio
 
 
 def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:
-    """Return (the device for shapes, its GPU). Without a GPU in this machine, the GPU is a Hopper without a name; for
-    the CPU it is None.
+    """Return the device that a call with shapes is explained for, and its GPU; for the CPU the GPU is None.
+
+    If `device` is None and torch sees no GPU, the GPU is a Hopper without a name.
     """
     if device is None and not torch.cuda.is_available():
         return torch.device(gpus.KERNEL_DEVICE), gpus.Gpu("", DEFAULT, 0)

@@ -145,7 +145,7 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
 
 
 def _returned(operator: TorchOp, pending: Call, results: Any) -> Any:
-    """Return those of a call's results that are not buffers which the caller passed."""
+    """Return a call's results without the buffers that the caller passed, in the form that the schema declares."""
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)

@@ -42,7 +42,7 @@ class Recipe:
         operands, fc2_operands: kinds of operands of FC1's and FC2's GEMM, keys of `cute_kernels.specs.OPERANDS`.
         x, activation, weights: the format in which each is multiplied; None: 16-bit, unchanged. x is quantised at each
             call, unless it is passed quantised; the activation is quantised by the kernel that computes it, from
-            float32; weights are quantised once for each version.
+            float32; weights are quantised once, and again after each change (`formats.prepared`).
         gradient_weights: the format of weights for data gradients; None: the format that forward reads.
         wgrad_operands: kind of operands of the weight gradients' GEMM, a key like `operands`.
         wgrad: the format of incoming gradients and activations in that GEMM, quantised at each call; None: 16-bit,
@@ -88,8 +88,9 @@ FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, F
 
 
 def weight_only(name: str, weights: Form) -> Recipe:
-    """Return a recipe whose rows are 16-bit and whose weights kernels decode. Its operands are named like
-    the recipe.
+    """Return a recipe whose x and activation are 16-bit, and whose weights are quantised; the kernels decode them.
+
+    The recipe's kinds of operands have the recipe's name.
     """
     return Recipe(name, name, name, weights=weights, dtypes=("bfloat16",))
 
@@ -119,7 +120,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def of_weight_gradients(operands: str) -> str:
-    """Return the name of the first recipe whose `wgrad_operands` are these."""
+    """Return the name of the first recipe whose weight gradients multiply this kind of operands (`wgrad_operands`)."""
     return next(name for name, recipe in RECIPES.items() if recipe.wgrad_operands == operands)
 
 

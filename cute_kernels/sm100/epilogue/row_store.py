@@ -15,8 +15,8 @@ from . import store
 
 
 class RowSlots(store.Slots):
-    """A warpgroup's slots, stored without TMA. A lane writes DIVISOR columns of a row at a time, since the bytes of a
-    row need not be a multiple of 16.
+    """A warpgroup's slots, stored without TMA. A lane writes DIVISOR (8) columns of a row at a time, since a
+    row's columns are a multiple of 8, but its bytes need not be a multiple of 16.
     """
 
     @cute.jit

@@ -1,1 +1,2 @@
-"""Blackwell's GEMMs to compile: the `trace` of each module joins a launch and a kernel of this architecture."""
+"""Blackwell's GEMMs to compile, one module for each kind of spec: its `trace` joins a launch and a kernel of this
+architecture."""

@@ -1,4 +1,4 @@
-"""Blackwell's grouped_dglu in 16 bits: dpreact, act and parts of d_row_scale from x, w and preact
+"""Blackwell's grouped_dglu in 16 bits: dpreact, act and partial sums of d_row_scale from x, w and preact
 (launches/dglu.py)."""
 
 from ...launches import dglu

@@ -1,5 +1,5 @@
-"""Blackwell's grouped_dglu in MXFP8: dpreact, act and parts of d_row_scale from x, w and preact. x and w [E, I, H] (w2
-transposed) are quantised along the contraction."""
+"""Blackwell's grouped_dglu in MXFP8: dpreact, act and partial sums of d_row_scale from x, w and preact. x and w
+[E, I, H] (w2 transposed) are quantised along the contraction H."""
 
 from ...sm90.stages.dglu_mxfp8 import Dglu
 from ...specs import DgluSpec

@@ -1,5 +1,5 @@
-"""Blackwell's grouped_wgrad with dy and x in MXFP8: dw = grouped_wgrad(dy, x). A scale is for 32 rows of a column;
-blocks begin at a group's first row."""
+"""Blackwell's grouped_wgrad with dy and x in MXFP8: dw = grouped_wgrad(dy, x). A block, which has one scale, is 32 rows
+of a column; blocks begin at a group's first row."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -11,7 +11,7 @@ from ..grouped_wgrad import GroupedMxfp8Wgrad
 
 
 class Wgrad:
-    """The launch of a grouped_wgrad in MXFP8. Arguments: see `signatures._scaled_wgrad`."""
+    """The launch of a grouped_wgrad in MXFP8. `signatures._scaled_wgrad` describes its arguments."""
 
     def __init__(self, spec: WgradSpec):
         self.wgrad = GroupedMxfp8Wgrad(spec)

@@ -1,7 +1,7 @@
 """Epilogue of a fused FC1 in FP8 with block scales.
 
-It stores the activation as E4M3, with a float32 scale for each 128 elements of a row (quantize/float_scales.py). It
-applies no weight scales, since the mainloop already multiplied sums by them.
+The epilogue stores the activation as E4M3, with a float32 scale for each 128 elements of a row
+(quantize/float_scales.py). It applies no weight scales, since the mainloop has already multiplied the sums by them.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
 class PreactRing(Invariant):
     """Ring of staging slots for a CTA's chunks of 64 x 64 outputs, which are numbered in the order of work.
 
-    Each chunk has slots for its preactivations (a pair, or one slot if there is no gate) and one slot for act. Pipeline
-    of PAIRS stages; full: the bytes of a chunk's preactivations (loaded by the epilogue load warp); empty: 1 arrival
-    (the warp that stored the chunk, after its stores have read the slots). That warp stores act, too, so when a chunk's
-    pair is full, its act slot is free.
+    Each chunk has slots for its preactivations (a pair, or one slot if there is no gate) and one slot for act. They are
+    a pipeline of PAIRS stages. A stage is full when the bytes of a chunk's preactivations, which the epilogue load warp
+    loads, have arrived. It is empty after 1 arrival, of the warp that stored the chunk, once its stores have read the
+    slots. That warp stores act, too, so when a chunk's pair is full, its act slot is free.
     """
 
     def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, layout: PreactLayout):
@@ -64,7 +64,8 @@ class PreactRing(Invariant):
         return number & (PAIRS - 1)
 
     def slot(self, number: Int32, slot: int) -> Int32:
-        """Return the index of the staging slot for slot 0 or 1 of chunk `number`'s pair of preactivation slots."""
+        """Return the index of the staging slot that is slot 0 or 1 (`slot`) of chunk `number`'s pair for
+        preactivations."""
         return PAIRS + self.act_slot(number) * self.layout.slots + slot
 
     def _state(self, number: Int32, is_producer: bool) -> pipeline.PipelineState:

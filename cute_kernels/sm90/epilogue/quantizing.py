@@ -1,7 +1,8 @@
 """Epilogue of a fused FC1 in MXFP8: stores the activation as E4M3 with a scale for each block of a row, for FC2.
 
-The activation is quantised from float32, by the rules of docs/mxfp8.md. A tile holds whole blocks. Four lanes hold the
-elements of a row's block in registers, a quarter each; a lane has elements of two rows.
+The activation is quantised from float32, by the rules of docs/mxfp8.md. A tile holds whole blocks (columns of a row
+that share a scale). The four lanes of a quad hold a row's block in registers, a quarter each; each lane has elements of
+two rows.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .store import Slots
 
 
 class QuantizingState(WarpgroupState):
-    """State of a warpgroup's epilogue.
+    """State of a warpgroup's quantising epilogue.
 
     Attributes:
-        act_slots: the staging slots, viewed as columns of E4M3.
+        act_slots: the staging slots, viewed as slots of E4M3 elements.
         pitch: number of scales of a row of the activation.
     """
 
@@ -117,8 +118,8 @@ class QuantizingEpilogue(ActivationEpilogue):
                 self._store_scale(state, scale, at, column)
 
     def _scale_of(self, amax: Float32) -> Any:
-        """Return the scale of a block whose greatest magnitude is `amax`, in the form that `_multiplier_of` and
-        `_store_scale` take: here the exponent of a power of two.
+        """Return the scale of a block whose greatest magnitude is `amax`: here the biased exponent of a power of two
+        (E8M0). `_multiplier_of` and `_store_scale` take the scale as this method returns it.
         """
         return exponent_of(amax)
 
@@ -127,7 +128,7 @@ class QuantizingEpilogue(ActivationEpilogue):
         return multiplier_of(scale)
 
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32) -> None:
-        """Store all copies of a block's scale."""
+        """Store a row's scale for the block that begins at `column`, in as many copies as the format has."""
         store_scale(self.act, state.inputs.out_scale, state.pitch, exponent, row, column)
 
 
@@ -135,8 +136,8 @@ class QuantizingEpilogue(ActivationEpilogue):
 def store_scale(
     act: cutlass.Constexpr[Format], scales: Int64, pitch: Int32, exponent: Int32, row: Int32, column: Int32
 ):  # fmt: skip
-    """Store all copies of a block's scale: by one store if a row's number of scales keeps the copies aligned, else byte
-    by byte.
+    """Store a block's scale, in as many equal copies as the format has (`Format.copies`, 1 or 4): by one store if a
+    row's number of scales keeps the copies aligned, else byte by byte.
 
     Args:
         act: the format of the result.

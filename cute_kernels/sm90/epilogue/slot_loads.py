@@ -20,16 +20,16 @@ from .store import Slots
 
 
 class TileLoads(NamedTuple):
-    """TMA atom and tensor for loading one slot."""
+    """A TMA load of one slot: the copy, and the coordinates (n, k, lo, hi) of dw, from which it loads."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
 class SlotBarriers(Invariant):
-    """Full barriers of the staging slots of all of a CTA's warpgroups.
+    """Full barriers of the staging slots of all of a CTA's warpgroups, one for each slot.
 
-    A phase completes after 1 arrival (the storing warp, which starts the load) and the bytes of a slot (TMA).
+    A slot is full after 1 arrival, of the storing warp, which starts the load, and the bytes of the slot by TMA.
     """
 
     def __init__(self, barriers: cute.Pointer, num_warpgroups: int):
@@ -46,7 +46,8 @@ class SlotBarriers(Invariant):
 
 
 class SlotLoads(Invariant):
-    """Loads into one warpgroup's slots. The loads of a slot are numbered from 0; the warpgroup waits for each load."""
+    """Loads into one warpgroup's slots. The loads of each slot are numbered from 0; the warpgroup must wait for every
+    load, since `wait` tells only odd from even numbers."""
 
     def __init__(self, barriers: SlotBarriers, slots: Slots):
         self.full = barriers.full + slots.warpgroup_index * SLOTS

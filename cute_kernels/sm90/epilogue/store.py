@@ -80,7 +80,7 @@ class Slots(slots.Slots):
         dtype: type of the slots' elements.
         warpgroup_index: index of the MMA warpgroup.
         thread: index of the thread in the warpgroup.
-        chunks_per_tile: how many slots' worth the warpgroup stores for each tile.
+        chunks_per_tile: how many chunks, each of which fills a slot, the warpgroup stores for each tile.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Slots(slots.Slots):
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     def recast(self, dtype: type[cutlass.Numeric], cols: int | None = None) -> Slots:
-        """Return the same slots for elements of another type. cols: columns of a slot; None: 128 bytes of columns."""
+        """Return the same shared memory as slots for elements of another type. cols: columns of a slot; None: 128 bytes
+        of columns."""
         count, most = cute.size(self.smem, mode=[2]), columns(dtype)
         parts = () if cols in (None, most) else (most // cols,)
         layout = smem_layout(dtype, *parts, count, cols=cols)
@@ -186,7 +187,8 @@ class Slots(slots.Slots):
 
     @cute.jit
     def put(self, values: cute.Tensor, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Convert a slot's worth of accumulators, write them into the slot and start its store."""
+        """Convert a chunk of accumulators to the slot's dtype, write them into the slot once it is free, and start its
+        store."""
         self.fill(values, slot)
         self.store(target, tile, slot)
 

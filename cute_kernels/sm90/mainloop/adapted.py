@@ -1,5 +1,5 @@
-"""The mainloop of an adapted GEMM: x w^T + low b^T, where the k-tiles of the second product follow those of the
-first.
+"""The mainloop of an adapted GEMM: x w^T + low b^T, where low [T, r] and b belong to an adapter of rank r. The k-tiles
+of the second product follow those of the first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class AdaptedMainloop(GemmMainloop):
         return operands._replace(extra=(*operands.extra, Operands(atom_a, a, atom_b, b, (address,), NO_ROWS)))
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Return the stages that the first product takes, since `load_ahead` loads only that product's weights."""
+        """Return the number of stages of the first product x w^T alone: the base class's `load_ahead` and `load` handle
+        only that product."""
         return super().num_k_tiles(operands, work)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

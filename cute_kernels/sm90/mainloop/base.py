@@ -31,7 +31,7 @@ MMA_K = 16
 
 
 AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA = "after epilogue", "after MMA", "before MMA"
-"""When a warpgroup reads its next tile from the ring of tiles: the values of `Mainloop.looks_ahead`.
+"""Values of `Mainloop.looks_ahead`, which says when a warpgroup reads its next tile from the scheduler's ring.
 
 If it reads early (before the MMA), it can fetch the next tile's scales during the current tile. If it reads late, it
 needs fewer registers, and waits less for tiles, which are handed out as late as possible (schedule/tickets.py).
@@ -43,7 +43,7 @@ class MmaTile(NamedTuple):
 
     Attributes:
         work: the output tile.
-        next_work: the warpgroup's next tile in the ring; the same as `work` if that is not known yet.
+        next_work: the next tile in the scheduler's ring; the same as `work` if the next tile is not known yet.
         share: the warpgroup's share of the tile.
         num_k_tiles: number of k-tiles of the contraction.
     """
@@ -55,14 +55,14 @@ class MmaTile(NamedTuple):
 
 
 class NoScales(Invariant):
-    """Scales of a mainloop that multiplies by no scales."""
+    """Stand-in for the scales of a mainloop that multiplies by no scales."""
 
     def begin(self, work: WorkTile) -> None:
-        """Start loading the first scales of a tile."""
+        """Do nothing. Classes of scales start here to load the first scales of a tile."""
 
 
 class Loop(NamedTuple):
-    """A loop over k-tiles; a tile is computed by one or several loops, one after the other.
+    """A loop of an MMA warpgroup over k-tiles; a tile is computed by one or several loops, one after the other.
 
     Attributes:
         num_k_tiles: number of k-tiles of the loop; 0: the loop does nothing for this tile.
@@ -84,7 +84,7 @@ class Operands(NamedTuple):
         atom_a, a: TMA copy and coordinate tensor of A.
         atom_b, b: TMA copy and coordinate tensor of B.
         extra: further data, different for each class of mainloop.
-        rows: indices of gathered rows; address 0: rows lie in order.
+        rows: indices of an operand's rows; address 0: rows lie in order.
         scales: address of the scales, or a tuple that locates them, for a mainloop that multiplies by scales.
     """
 
@@ -98,7 +98,8 @@ class Operands(NamedTuple):
 
 
 class Source(Invariant):
-    """A TMA load. If the two CTAs of a cluster share it, each CTA loads half of a tile and multicasts it to both.
+    """A TMA load of one operand. If the two CTAs of a cluster share the load, each CTA loads half of a tile and
+    multicasts it to both.
 
     Args:
         atom: the TMA copy.
@@ -114,8 +115,8 @@ class Source(Invariant):
         self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
 
     def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Partition shared and global memory for the load; the first two modes of both tensors are (rows, k) of a
-        tile.
+        """Return shared and global memory, partitioned for the load; the first two modes of both tensors are (rows, k)
+        of a tile.
         """
         sharers = cute.make_layout(self.sharers)
         return cpasync.tma_partition(
@@ -129,15 +130,17 @@ class Source(Invariant):
 
 
 class Mainloop(Invariant):
-    """Compile-time shape of a mainloop, and its two halves: `load` for the TMA warp, `mma` for an MMA warpgroup.
+    """Base of mainloops: compile-time sizes, and the two halves `load`, called by the TMA warp, and `mma`, called by an
+    MMA warpgroup.
 
-    Pipeline "stages". Producer: 1 thread of the TMA warp arms a stage's transaction count, and TMA completes it.
-    Consumers: one lane of each MMA warp of each CTA that shares the stage arrives after its wgmmas have read the stage.
+    Pipeline "stages". Producer: 1 thread of the TMA warp sets the transaction count of a stage's full barrier, and TMA
+    completes it. Consumers: one lane of each MMA warp of each CTA that shares the stage arrives at its empty barrier
+    after its wgmmas have read the stage.
 
     Args:
         dtype: element type of A and B as the MMA reads them.
         tile: the kernel's tile.
-        a_major, b_major: the mode along which an operand is contiguous: K, or MN (rows of A, columns of B).
+        a_major, b_major: the direction in which an operand is contiguous in memory: K, or MN (rows of A, columns of B).
         stages: number of stages.
     """
 
@@ -177,7 +180,7 @@ class Mainloop(Invariant):
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that a stage receives for each k-tile."""
+        """Bytes of A and B that a stage receives for each k-tile."""
         return (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
 
     def tiled_mma(self) -> cute.TiledMma:
@@ -219,14 +222,14 @@ class Mainloop(Invariant):
         )
 
     def producers(self, gathers: Boolean) -> Int32:
-        """Return how many threads arrive at a stage's full barrier. gathers: as for `make_pipeline`."""
+        """Return how many threads arrive at a stage's full barrier. gathers: True: gathering warps fill stages, too."""
         return select(gathers, Int32(1 + WARP * WARPS), Int32(1))
 
     def after_wait(self) -> None:
-        """Fence between the wait for a full stage and the wgmmas that read it.
+        """Fence between the wait for a full stage and the wgmmas that read it, if rows may come by index.
 
-        Rows that cp.async copied are writes of the generic proxy, which wgmma sees only after a fence. If there are no
-        such rows, the fence costs nothing that could be measured.
+        Such rows are copied by cp.async, whose writes belong to the generic proxy and are seen by wgmma only after a
+        fence. If rows lie in order, the fence costs nothing that could be measured.
         """
         if self.gathers:
             cute.arch.fence_view_async_shared()
@@ -245,12 +248,12 @@ class Mainloop(Invariant):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ) -> Int32:  # fmt: skip
-        """Start those loads of the first tile that do not depend on the previous kernel.
+        """Start those loads of the CTA's first tile that do not depend on the previous kernel.
 
-        Returns the number of k-tiles whose loads have begun.
+        Returns the number of k-tiles whose loads have begun: here 0.
 
         Args:
-            state: where the first tile's stages begin.
+            state: pipeline state of the tile's first stage.
             work: the first tile.
         """
         return Int32(0)
@@ -307,8 +310,8 @@ class Mainloop(Invariant):
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return A and B as wgmma descriptors, for a warpgroup whose share of the tile begins at slab (64 rows) number
-        `slab`."""
+        """Return A and B of all stages as wgmma descriptors, for a warpgroup whose share of the tile begins at slab (64
+        rows) number `slab`."""
         mma = self.tiled_mma()
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
@@ -320,10 +323,11 @@ class Mainloop(Invariant):
         return NoScales()
 
     def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
-        """Return the loops that `mma` runs one after the other.
+        """Return the loops over k-tiles that `mma` runs one after the other.
 
-        With a branch within or around a loop, ptxas would wait for each wgmma. So each case has a loop of its own, and
-        the loops of the cases that do not apply to a tile run zero times.
+        Tiles may differ in the slabs or the depth that must be multiplied. With a branch within or around a loop, ptxas
+        would wait for each wgmma. So each case has a loop of its own, and loops of cases that do not apply to a tile
+        run zero times.
         """
         return [Loop(num_k_tiles, self.tile.slabs, self.tile.k)]
 
@@ -404,11 +408,12 @@ class WeightsFirst(Mainloop):
     policy: GemmPolicy
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
-        """Return the bytes from one weight row of an expert to the next."""
+        """Return the distance in bytes from one weight row of an expert to the next."""
         raise NotImplementedError
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Return the number of stages that a tile fills: one for each k-tile, unless a subclass divides k-tiles."""
+        """Return the number of stages that a tile fills: one for each k-tile, unless a subclass spreads a k-tile over
+        several stages."""
         return self.num_k_tiles(operands, work)
 
     @cute.jit
@@ -416,7 +421,7 @@ class WeightsFirst(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """Start loading weights into every stage that the first tile uses."""
+        """Start loading weights into every stage that the first tile uses. Returns the number of these stages."""
         count = Int32(0)
         if work.expert >= 0:
             count = cutlass.min(self.num_stages(operands, work), Int32(self.stages))
@@ -457,7 +462,7 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
         policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages as `_load` does. policy: L2 policy of the weights; None: the default. Returns the advanced
-        state.
+        """Fill `count` stages, the first `ahead` of which already have their weights, as `_load` says. Returns the
+        advanced state. policy: L2 policy of the weights; None: the default.
         """
         raise NotImplementedError

@@ -1,9 +1,8 @@
 """The decoding mainloop for E4M3 weights with a float32 scale for each block of 128 x 128 (FP8 as checkpoints ship it).
 
-An element times its scale is a float32 product that is rounded to bfloat16. Dequantising the weight to bfloat16 gives
-the same number, so the MMA multiplies the dequantised weight. A k-tile is one block deep (128): in each k-tile, all
-rows that a warpgroup has of a part of the tile (a half of a gated layer, else the whole tile) share one scale, which
-every thread loads.
+An element times its scale is a float32 product that is rounded to bfloat16, which is also what dequantising the
+weight to bfloat16 gives. A k-tile is one block deep (128). So in each k-tile, all weight rows that a warpgroup has of a
+part of the tile (a half of a gated layer, else the whole tile) share one scale, which every thread loads.
 
 Scales need no checks: a NaN or infinite scale makes its weights, and therefore the results, NaN or infinite by itself.
 """
@@ -65,9 +64,9 @@ class BlockScales(Invariant):
 
     @cute.jit
     def _aim(self, work: WorkTile):
-        """Set `begins`, the address of each part's row of scales, for a tile.
+        """Set `begins`, the address of each part's grid row of scales, for a tile.
 
-        Rows past the last weight row are zeros and never stored, so they use the last row's scales.
+        Rows of the tile past the last weight row are zeros and never stored, so they may use the last row's scales.
         """
         rows = self.rows
         first = self.grid.expert(work.expert)
@@ -82,7 +81,7 @@ class BlockScales(Invariant):
             self.next[part] = vector_at(Int32, self.begins[part])[k_tile]
 
     def take(self) -> None:
-        """Make the loaded scales (`next`) the current scales (`taken`), which `words` shows for each row."""
+        """Make the loaded scales (`next`) the current scales (`taken`), of which `words` is a view by row."""
         for part in range(self.rows.parts):
             self.taken[part] = self.next[part]
 
@@ -95,7 +94,8 @@ class BlockScales(Invariant):
         self._fetch(k_tile)
 
     def write_nan_rows(self, acc: cute.Tensor) -> None:
-        """Do nothing: here no scale is bad (compare `WeightScales.write_nan_rows`)."""
+        """Do nothing: a NaN or infinite float32 scale needs no check. With scale bytes, `WeightScales` writes NaN
+        here."""
 
 
 class BlockDecodingMainloop(DecodingMainloop):

@@ -1,9 +1,9 @@
 """The FP8 mainloop with float32 scales: one for 128 elements of a row of x, one for a 128 x 128 block of weights.
 
-It is `Fp8Mainloop`, except that the sum of a k-tile is multiplied by the row's scale times the weights' scale. The
-product of the two scales takes one multiplication for each of a thread's rows and weight scales, beside 64
-multiply-adds for a piece (64 rows by 128 columns). In every layout 64 columns of a half share a weight scale
-(memory/block_scales.py), so a tile of 256 weight rows has two weight scales, which all its threads load:
+It is `Fp8Mainloop`, except that the sum of a k-tile is multiplied by the scale of x's row times the weights' scale. A
+thread multiplies the two scales once for each of its rows and each weight scale, beside 64 multiply-adds for a piece
+(64 rows by 128 columns). In every gate layout 64 columns of a half share a weight scale (memory/block_scales.py), so a
+tile of 256 weight rows has two weight scales in a k-tile, which all its threads load:
 
     no gate        a scale for each 128 columns
     concat         one for the activated half, one for the linear half
@@ -34,7 +34,7 @@ HALF_BLOCK = BLOCK // 2
 
 
 class ScaleSources(NamedTuple):
-    """Locations of the scales of rows and of weights.
+    """Locations of the scales of x's rows and of weights.
 
     Attributes:
         rows: address of the row scales, float32 [rows, ceil(K / 128)].
@@ -87,9 +87,9 @@ class BlockScales(RowScales):
         RowScales.begin(self, work)
 
     def _grid_row(self, work: WorkTile, i: int) -> Int32:
-        """Return the grid row (scales of 128 weight rows) of the tile's weight scale number i.
+        """Return the index of the grid row (scales of 128 weight rows) that holds the tile's weight scale number i.
 
-        Columns past the last one are zeros. A block that begins there uses the last column's scale.
+        Weights past the last column are zeros, so a block that begins there may use the last column's scale.
         """
         sources, layout = self.sources, self.layout
         column, part = work.n_tile * self.part_n, 0
@@ -113,8 +113,8 @@ class BlockScales(RowScales):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started; start loading those of the next
-        k-tile.
+        """Return the scales of a k-tile (rows, then weights), whose loads the previous call started, and start loading
+        the scales of the next k-tile.
         """
         scales = cute.make_rmem_tensor(self.count, Float32)
         scales.store(self.next.load())
@@ -142,8 +142,8 @@ class BlockScales(RowScales):
 
 
 class BlockFp8Mainloop(Fp8Mainloop):
-    """`Fp8Mainloop` whose `operands.scales` is a ScaleSources. layout: the weights' gate layout, one of
-    specs.LAYOUT_FORMS.
+    """`Fp8Mainloop` for float32 scales of rows of x and of weight blocks, which `operands.scales`, a ScaleSources,
+    locates. layout: the weights' gate layout, one of specs.LAYOUT_FORMS.
     """
 
     def __init__(

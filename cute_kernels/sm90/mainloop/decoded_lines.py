@@ -1,11 +1,12 @@
-"""The mainloop of dx = dy w with quantised weights, contracted over weight rows: dy comes by TMA, w is decoded.
+"""The mainloop of dx = dy w with quantised weights, contracted over weight rows: dy, here called x, comes by TMA, and
+w is decoded.
 
 A decoding warpgroup writes a k-tile of weights (64 weight rows by tile.n columns) into its stage, in the layout in
 which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes have arrived and each thread
 of the decoding warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
 
-For 64 x 128 weights, each warp scheduler issues 150 to 300 instructions of a decoding warp, while the MMAs with 128
-rows take 512 cycles.
+To decode 64 x 128 weights, each of an SM's warp schedulers issues 150 to 300 instructions of a decoding warp, while the
+MMAs of these weights with 128 rows of dy take 512 cycles.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ DECODING_WARPGROUPS = 2
 latency; the MMAs of a k-tile need 512.
 """
 SLOTS = 3
-"""Number of slots of a decoding warpgroup: k-tiles of packed weights that it is copying ahead or decoding."""
+"""Number of slots in shared memory of a decoding warpgroup. Each has a k-tile of packed weights, which is being copied
+ahead or decoded."""
 
 
 class HopperLines(DecodedLines):
@@ -48,18 +50,16 @@ class HopperLines(DecodedLines):
 
 
 def slots_bytes(weights: Format, width: int) -> int:
-    """Return the bytes of a warpgroup's slots for packed weights: chunks of 16 bytes, and a word of scales for each
-    chunk.
-
-    width: columns of a k-tile.
+    """Return the bytes of all slots of a decoding warpgroup. A slot has a k-tile's packed weights in chunks of 16
+    bytes, and a word of scales for each chunk. width: columns of a k-tile.
     """
     chunks = int(weights.num_bytes(DEPTH * width)) // CHUNK_BYTES
     return SLOTS * chunks * (CHUNK_BYTES + WORD_BYTES)
 
 
 class DecodedLinesMainloop(Mainloop):
-    """Mainloop that multiplies tile.m rows of x (operand A), from any row on, by an expert's quantised weights (B),
-    contracted over their rows.
+    """Mainloop that multiplies tile.m neighbouring rows of x (operand A), which may begin at any row, by an expert's
+    quantised weights (B), contracted over the weight rows.
     """
 
     gathers = False
@@ -102,7 +102,8 @@ class DecodedLinesMainloop(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ):  # fmt: skip
-        """Fill the stages' rows of x for one output tile."""
+        """Load the rows of x of all k-tiles of one output tile into stages; called by the TMA warp. Returns the
+        advanced state."""
         box = self.tile.box_rows, self.tile.k
         source = Source(operands.atom_a, operands.a, 1)
         rows = cute.local_tile(cute.domain_offset((work.row, 0), operands.a), box, (None, None))
@@ -130,9 +131,9 @@ class DecodedLinesMainloop(Mainloop):
 
         slots: shared-memory address of the warpgroup's slots for packed weights.
 
-        Turns at k-tiles continue from tile to tile. Then an empty stage for a warpgroup's k-tile proves that all
-        k-tiles before the other warpgroup's last one were multiplied. Therefore a warpgroup never mistakes a later
-        phase of a stage's barrier for an earlier one that it did not wait for.
+        The decoding warpgroups take turns at k-tiles, and the turns continue from tile to tile. Therefore, if the stage
+        for a warpgroup's k-tile is empty, all k-tiles before the other warpgroup's last one have been multiplied. So a
+        warpgroup never mistakes a later phase of a stage's barrier for an earlier one that it did not wait for.
         """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
@@ -166,7 +167,7 @@ class DecodedLinesMainloop(Mainloop):
     ):  # fmt: skip
         """Start copying a k-tile of packed weights into `slot`, if the k-tile exists, and start loading its scales.
 
-        The scales that the previous call loaded are written to that call's slot, `slot_before`. Always commits one
+        The scales that the previous call loaded are written to that call's slot, `slot_before`. Each call commits one
         cp.async group, even an empty one, so that wait counts stay fixed.
         """
         if k_tile < num_k_tiles:

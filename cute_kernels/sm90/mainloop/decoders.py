@@ -1,11 +1,11 @@
-"""Decoders of weights to bfloat16 by Hopper's instructions. They give element times scale, two elements in a 32-bit
-register.
+"""Decoders of weights to bfloat16 by Hopper's instructions. A decoder returns elements times their scale, two elements
+in a 32-bit register.
 
 There is one class for each element type (decoding/elements.py). Decoding is exact, except as noted here.
 
-E4M3: the hardware converts it to float16, which becomes bfloat16 by way of float32; bfloat16 has 8 bits of significand,
-E4M3 has 4. The product with a block's scale is exact unless it is subnormal. Two elements take five instructions, so a
-warp's part of 64 x 16 weights takes 20; with 256 rows of x, these weights keep the tensor cores busy for 128 cycles.
+E4M3 (4 bits of significand) is converted to float16 by hardware, then to float32 and to bfloat16 (8 bits of
+significand). The product with a block's scale is exact unless it is subnormal. Two elements take five instructions, so
+a warp's quarter of 64 x 16 weights takes 20; with 256 rows of x, the tensor cores need 128 cycles for these weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ...formats import E2M1, E4M3, FLOAT32, Format
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Multiply two pairs of bfloat16 numbers. The instruction takes no constants, so a constant goes to a register."""
+    """Return the two products of two pairs of bfloat16 numbers, element by element. The instruction takes no constants,
+    so PTX first moves `multiplier` to a register."""
     ptx = "{ .reg .b32 factor; mov.b32 factor, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, factor; }"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 

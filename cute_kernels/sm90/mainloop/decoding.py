@@ -1,15 +1,15 @@
 """The mainloop of quantised weights that are decoded in registers, for 16-bit MMAs.
 
-wgmma reads its first operand from registers or shared memory and its second from shared memory, so the operands are
-swapped: y^T = w x^T. Weights are the rows of the MMA and rows of x its columns. A warpgroup has one or two slabs of 64
-weight rows. It decodes a k-tile of 128 in steps of 32 elements while the wgmmas of the previous step run; the fragments
-of two steps alternate.
+wgmma reads its first operand from registers or shared memory and its second from shared memory, so decoded weights must
+be the first operand, and the GEMM is computed transposed: y^T = w x^T. Weight rows are the rows of the MMA and rows of
+x its columns. A warpgroup has one or two slabs of 64 weight rows. It decodes a k-tile of 128 in steps of 32 elements
+while the wgmmas of the previous step run; the fragments of two steps alternate.
 
-A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row 16 (t / 32)
-+ (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h. For E4M3 these are 2 bytes of shared memory;
-for E2M1 they are a part of one word that holds all elements of the row and step for the thread. What a thread reads
-from shared memory at once, 2 bytes or a word, is called a share. The swizzle puts the 8 rows of a load (8 x 8 or 8 x 16
-bytes) into different banks.
+The fragment of one wgmma, 64 x 16 weights, gives thread t of the warpgroup four registers: for r and h = 0, 1, register
+r + 2 h has two neighbouring elements of row 16 (t / 32) + (t % 32) / 4 + 8 r, from column 8 h + 2 (t % 4) on. For E4M3
+these two elements are 2 bytes of shared memory; for E2M1 they are a part of one word, which holds the thread's 8
+elements of the row and step. The 2 bytes or the word that a thread reads from shared memory at once are called a share.
+The swizzle puts the 8 rows of a load (8 x 8 or 8 x 16 bytes) into different banks.
 
 swapped_rows.py says which weight rows, and which of their bytes, a thread has; the format's decoder turns the bytes
 into 16-bit numbers.
@@ -84,7 +84,7 @@ class ScaleGrid(NamedTuple):
 
 
 class WeightScales(Invariant):
-    """Scale bytes of a thread's rows, in words of four bytes.
+    """Scale bytes of a thread's weight rows, in words of four bytes.
 
     The scales of a k-tile are loaded during the previous k-tile; those of a tile's first k-tile during the last k-tile
     of the previous tile.
@@ -94,8 +94,9 @@ class WeightScales(Invariant):
         begins: for each row, the offset of its scales from `expert`.
         words: (word, row), the scales of the current k-tile.
         next: (word, row), the scales of the next k-tile, which are being loaded.
-        bad: bits that note rows with bad scales in the tile so far (decoding/scales.py).
-        large: not 0 if `words` has a large scale, which takes a second product (decoding/scales.py).
+        bad: bits that note weight rows with bad scales, for example NaN, in the tile so far (decoding/scales.py).
+        large: not 0 if `words` has a large scale, whose multiplier exceeds bfloat16's range, so that weights are
+            multiplied twice (`DecodingMainloop._enlarge`).
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -147,9 +148,9 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _fetch_word(self, first: Int64, word: cutlass.Constexpr[int], k_tile: Int32):
-        """Start loading word number `word` of each row's scales.
+        """Start loading word number `word` of each weight row's scales in a k-tile.
 
-        Words past the last block are 0; only the second or a later word of a k-tile can lie there.
+        Words past a row's last block become 0. The first word of a k-tile never lies there, so it is not checked.
 
         Args:
             first: address of the expert's scales plus the k-tile's offset.
@@ -167,7 +168,8 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _fetch_bytes(self, k_tile: Int32):
-        """Start loading the thread's byte of each word of each row's scales; bytes past the last block are 0."""
+        """Start loading one byte of each word of each weight row's scales: byte number (lane % 4), while the three
+        other threads with the same rows load the other bytes. Bytes past a row's last block become 0."""
         block = k_tile * (self.grid.words * SCALES_PER_WORD) + cute.arch.lane_idx() % SCALES_PER_WORD
         scales = vector_at(Uint8, self.expert[0])
         for word in cutlass.range_constexpr(self.grid.words):
@@ -179,7 +181,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _gather_bytes(self):
-        """Combine the bytes that four threads loaded into words, which all four get."""
+        """Combine the bytes in `next` that four threads loaded (`_fetch_bytes`) into words, which all four get."""
         shift = cute.arch.lane_idx() % SCALES_PER_WORD * 8
         for i in cutlass.range_constexpr(cute.size(self.next)):
             word = self.next[i] << shift
@@ -189,7 +191,8 @@ class WeightScales(Invariant):
 
     @cute.jit
     def take(self):
-        """Make the loaded scales the current ones (`words`), and note bad and large ones."""
+        """Make the loaded scales (`next`) the current ones (`words`), and note bad ones in `bad` and large ones in
+        `large`."""
         if not self._has_words():
             self._gather_bytes()
         if const_expr(self.decoder.scales.first_large is not None):
@@ -210,7 +213,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def write_nan_rows(self, acc: cute.Tensor):
-        """Overwrite the accumulators of rows that had a bad scale with NaN, and forget the bad scales."""
+        """Overwrite the accumulators of weight rows that had a bad scale in the tile with NaN, and clear `bad`."""
         if self.bad[0] != 0:
             slabs = self.rows.count // ROW_HALVES
             count = cute.size(acc) // slabs
@@ -224,8 +227,8 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """Mainloop that multiplies ranges of an expert's quantised weight rows (operand A) by tile.m rows of x (B), from
-    any row on.
+    """Mainloop that multiplies ranges of an expert's quantised weight rows (operand A) by tile.m neighbouring rows of x
+    (B), which may begin at any row.
 
     `operands.scales` is the address of the weights' scale bytes, [E, N, K / block]. A k-tile takes one or two stages.
 
@@ -307,7 +310,7 @@ class DecodingMainloop(WeightsFirst):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which already have their weights.
+        """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
 
         with_rows: True: load rows of x, too; False: load weights alone.
         """
@@ -340,8 +343,8 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Return the address of a thread's first share of A (2 bytes or a word) in the first stage, and B as wgmma
-        descriptors.
+        """Return the shared-memory address of a thread's first share of A (2 bytes or a word) in the first stage, and
+        B of all stages as wgmma descriptors.
         """
         thread = thread_of_warpgroup()
         lane = thread % 32
@@ -372,8 +375,8 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
-        While a step's wgmmas run, the next step is decoded, also across k-tiles. At the end of the loop body no wgmma
-        may be in flight, else the compiler runs all of them one by one.
+        While the wgmmas of a step (32 elements of k) run, the next step is decoded, even if it belongs to the next
+        k-tile. At the end of the loop body no wgmma may be in flight, or the compiler would run all of them one by one.
         """
         first, tCrB = fragments
         tiled_mma = self.tiled_mma()
@@ -426,7 +429,8 @@ class DecodingMainloop(WeightsFirst):
         self, first: Int32, fragment: cute.Tensor, scales: WeightScales, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Take the scales of the next k-tile, wait for its first stage and decode its first step into `fragment`."""
+        """Make the next k-tile's scales the current ones, wait for its first stage, and decode its first step into
+        `fragment`."""
         scales.take()
         stages.consumer_wait(state)
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
@@ -472,8 +476,11 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def _enlarge(self, scales: WeightScales, registers: cute.Tensor, step: cutlass.Constexpr[int]):
-        """Multiply the decoded weights that have a large scale by the rest of this scale (few weights have such a
-        scale).
+        """Multiply decoded weights a second time, if their scale is large: by the rest of this scale.
+
+        A large scale's multiplier exceeds bfloat16's range, so `_decode` has multiplied by the greatest multiplier in
+        range. For all other scales the rest is 1. Few weights have large scales, so a warp without any in this k-tile
+        skips the second product.
         """
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):

@@ -1,11 +1,12 @@
 """The mainloop of 4-bit weights and few rows of x: threads decode whole words, and warp MMAs multiply them.
 
 With a warp's MMA, any assignment of contraction indices to threads is right, as long as both operands use the same one.
-So of each k-tile of 128, thread t % 4 has 32 neighbouring elements of a weight row and the same 32 columns of x. The 32
-elements are one block of MXFP4 or two of NVFP4, and one load of 16 bytes. A wgmma, in contrast, fixes the assignment: a
-thread needs a load for every 8 elements, and all scales of the k-tile.
+So of each k-tile of 128, thread t has 32 neighbouring elements of a weight row, from 32 (t % 4) on, and the same 32
+columns of x. The 32 elements are one block of MXFP4 or two of NVFP4, and one load of 16 bytes. A wgmma, in contrast,
+fixes the assignment: a thread needs a load for every 8 elements, and all scales of the k-tile.
 
-Weight rows, output columns and accumulators are assigned to threads as in `DecodingMainloop`.
+As in `DecodingMainloop`, weight rows are the rows of an MMA and rows of x are its columns, and threads have the same
+weight rows, output columns and accumulators. "Columns of x" are indices of the contraction.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpg
 
 # Threads with the same weight rows: each has its own 32 elements of every row in a k-tile.
 QUAD = 4
-# WORDS: 32-bit words of a thread's elements in a row and k-tile; each word has a pair of every 8 elements.
+# WORDS: 32-bit words of a thread's 32 elements in a weight row and k-tile; of every 8 neighbouring elements, each of
+# the four words has one pair. PAIRS: pairs in a word.
 WORDS, WORD_BYTES = 4, 4
 ELEMENTS = WORDS * WORD_ELEMENTS
 PAIRS = WORD_ELEMENTS // 2
-# Rows of x that one MMA multiplies.
+# Rows of x that one MMA multiplies: its columns.
 COLUMNS = 8
 # Threads 2 and 3 of a quad, whose columns of x lie in the second half of a k-tile, begin with the second half of their
 # elements; otherwise they would read x from the same banks as threads 0 and 1. The first pairs of their words hold
@@ -43,13 +45,13 @@ TURNED = 2
 
 
 class BlockScales(WeightScales):
-    """The scales of a thread's own elements: one or two bytes for each row and k-tile.
+    """The scales of a thread's own elements: one or two bytes for each weight row and k-tile.
 
     The first scales of a tile are loaded before the epilogue of the previous tile.
 
     Attributes:
-        next_block: the block of each row with which the scales that are being loaded begin.
-        count: number of a thread's blocks in a row and k-tile, 1 or 2.
+        next_block: index, in each weight row, of the first block whose scale is being loaded.
+        count: number of a thread's blocks in a weight row and k-tile, 1 (MXFP4) or 2 (NVFP4).
         is_turned: True if the thread begins with the second half of its elements.
     """
 
@@ -81,10 +83,10 @@ class BlockScales(WeightScales):
                 self.next[i] = Int32(vector_at(dtype, first + self.begins[i])[0]) & (2**dtype.width - 1)
 
     def take(self) -> None:
-        """Make the loaded bytes the current ones (`words`), and set `large` to the greatest of them.
+        """Make the loaded bytes (`next`) the current ones (`words`), and set `large` to the greatest of them.
 
-        If the scale type has no large scales, bad scales are noted here; otherwise the caller notes them if
-        `has_large`.
+        If the scale type has no large scales, bad scales are noted here. Otherwise the caller calls `note_bad` if
+        `has_large`, since every bad scale is large.
         """
         self.large[0] = Int32(0)
         for i in range(self.rows.count):
@@ -94,7 +96,8 @@ class BlockScales(WeightScales):
             self.note_bad()
 
     def has_large(self) -> Boolean:
-        """Return True if any thread of the warp has a large scale. Every bad scale is large."""
+        """Return True if any thread of the warp has a large scale (one whose multiplier exceeds bfloat16's range) in
+        this k-tile. Every bad scale is large."""
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
@@ -104,8 +107,8 @@ class BlockScales(WeightScales):
 
     @cute.jit
     def write_nan_rows(self, acc: cute.Tensor):
-        """Overwrite accumulators with NaN in weight rows that had a bad scale in any of the four threads that share
-        them.
+        """Overwrite the accumulators of weight rows with NaN if any of the four threads that share the row had a bad
+        scale for it in the tile; then clear `bad`.
         """
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
@@ -113,12 +116,14 @@ class BlockScales(WeightScales):
 
 
 class FewRowsMainloop(DecodingMainloop):
-    """`DecodingMainloop` that decodes words of 8 elements and multiplies by warp MMAs."""
+    """`DecodingMainloop` for 4-bit weights and few rows of x: it decodes words of 8 elements and multiplies by warp
+    MMAs (mma.sync)."""
 
     scales_type = BlockScales
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, Int32]:
-        """Return the shared-memory addresses of a thread's first weights and first columns of x in the first stage."""
+        """Return two shared-memory addresses in the first stage: of the 32 elements of a thread's first weight row, and
+        of the 8 columns of x that the thread reads first."""
         thread = thread_of_warpgroup()
         row, place = thread % 32 // QUAD, thread % QUAD
         chunk = place ^ swizzle_of(row, self.row_bytes)
@@ -161,7 +166,8 @@ class FewRowsMainloop(DecodingMainloop):
         return state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:
-        """Read a thread's 32 elements (four words) of each of its rows. first: address of the first row's words."""
+        """Read a thread's 32 elements (four words) of each of its weight rows in a k-tile. first: address of the first
+        row's words."""
         return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
     @cute.jit
@@ -170,8 +176,8 @@ class FewRowsMainloop(DecodingMainloop):
     ):  # fmt: skip
         """Add the products of a k-tile without large scales to acc.
 
-        If the group has few rows from the tile's first row on (`rows`), only the first half or quarter of the tile's
-        rows of x is multiplied, but at least COLUMNS rows.
+        rows: number of the group's rows of x from the tile's first row on. If there are few, only the first half or
+        quarter of the tile's rows of x is multiplied, but at least COLUMNS rows.
         """
         half, quarter = (max(self.tile.m // parts, COLUMNS) for parts in (2, 4))
         if rows > half:
@@ -187,12 +193,19 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
         large: bool,
     ) -> None:  # fmt: skip
-        """Add the products of a k-tile and the first `columns` rows of x to acc.
+        """Add the products of a k-tile's weights with the first `columns` rows of x to acc.
+
+        The multiplier of a large scale (above 2, for MXFP4) exceeds bfloat16's range. Weights with such a scale are
+        decoded with the greatest multiplier in range, and a second product with `rest_of_multiplier` makes up for the
+        missing factor, which is 1 for other weights.
 
         Args:
             words: the thread's weights, from `_words`.
-            first_column: shared-memory address of the thread's first columns of x.
-            large: True: the warp has a large scale, so that all weights get a second product.
+            first_column: shared-memory address of the 8 columns of x that the thread reads first, in its first row of
+                x.
+            columns: number of rows of x, which are the MMA's columns; a multiple of COLUMNS.
+            large: True: the warp has a large scale, so all its weights get the second product. False: no weight needs
+                it.
         """
         element, scale = self.decoder
         warp_mma = WarpMma(self.dtype)

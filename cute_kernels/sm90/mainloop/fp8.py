@@ -1,9 +1,9 @@
-"""The FP8 mainloop: E4M3 rows with a scale for each 128 of the contraction, times E4M3 weights with one scale a row.
+"""The FP8 mainloop: E4M3 rows of x with a scale for each 128 elements, times E4M3 weights with one scale a weight row.
 
 Hopper's tensor cores apply no scales, and add E4M3 products in fewer bits than float32 has. So a k-tile is 128 deep,
-its wgmmas start from zero, and CUDA cores promote the sum: they add it, times the row's scale, to float32 accumulators.
-That is one fused multiply-add for each element and k-tile, beside 128 in the tensor cores. The epilogue multiplies by
-the weights' scales.
+its wgmmas start from zero, and CUDA cores promote the sum: they add it, times the scale of x's row, to float32
+accumulators. That is one fused multiply-add for each result and k-tile, beside 128 in the tensor cores. The epilogue
+multiplies by the weights' scales.
 
 A thread has 128 accumulators, and 64 more for the sums of a k-tile of one piece (64 rows by 128 columns). While one
 warpgroup of a cooperative tile promotes a piece, the other warpgroup's wgmmas run.
@@ -38,7 +38,7 @@ PIECE_REGS = ROWS * PIECE_N // THREADS
 
 
 class RowScales(Invariant):
-    """The scales of a thread's rows, in pairs: two rows a slab.
+    """The scales of a thread's rows of x, two rows in each slab of 64.
 
     A row has several equal scales for a k-tile, of which the first is read. The scales of a k-tile are loaded during
     the previous k-tile; a tile's first scales before the epilogue of the previous tile.
@@ -53,8 +53,8 @@ class RowScales(Invariant):
         begins: for each row, the address of its scales.
         next: scales of the next k-tile, which are being loaded.
         count: number of scales that `take` returns.
-        halves: number of equal parts of a piece's columns that have different factors, 1 or 2.
-        apart: the distance between the thread's pairs of rows, and between the two rows of a pair.
+        halves: number of equal parts of a piece's columns that have different factors (`factor`), 1 or 2.
+        apart: distances in rows: from a thread's pair of rows to the next pair, and between the two rows of a pair.
     """
 
     halves = 1
@@ -97,8 +97,8 @@ class RowScales(Invariant):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started; start loading those of the next
-        k-tile.
+        """Return the scales of a k-tile, whose loads the previous call started, and start loading the scales of the
+        next k-tile.
         """
         scales = cute.make_rmem_tensor(self.num_rows, Float32)
         for i in cutlass.range_constexpr(self.num_rows):
@@ -107,7 +107,8 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor for the sums of one part of a row of a piece (64 rows by 128 columns).
+        """Return the factor by which the sums in one part of a row of a piece (64 rows by 128 columns) are multiplied:
+        here the row's scale.
 
         Args:
             scales: scales that `take` returned.
@@ -162,7 +163,7 @@ class Fp8Mainloop(GemmMainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Pass over a tile's stages without multiplying.
+        """Release all stages of a tile without multiplying. Returns the advanced state.
 
         Each stage is released only after it is full: an earlier release could count for the previous round of the ring.
         """
@@ -219,7 +220,7 @@ class Fp8Mainloop(GemmMainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: tuple[cute.Tensor, int, Int32],
         b: tuple[cute.Tensor, int, Int32],
     ) -> None:  # fmt: skip
-        """Start the MMAs of one piece (64 rows by 128 columns) of a k-tile into `acc`, from zero.
+        """Start the MMAs of one piece (64 rows by 128 columns) of a k-tile; `acc` receives their sum, from zero.
 
         Args:
             a: descriptors of A, the slab's index, the stage's index.

@@ -1,4 +1,4 @@
-"""Gathering of rows by index: an operand's row t is x[rows[t]]. Two warps of the load warpgroup copy it by cp.async.
+"""Gathering of rows by index: an operand's row t is x[rows[t]]. Two warps of the load warpgroup copy rows by cp.async.
 
 TMA can only load boxes of neighbouring rows. Gathered rows are copied 16 bytes a lane, 8 lanes a line of 128 bytes, in
 the swizzle that wgmma reads. The other operand still comes by TMA, in clusters by multicast; each CTA gathers its own
@@ -9,7 +9,8 @@ Copies are writes of the generic proxy, so a warpgroup that waited for a stage n
 
 A copy holds the registers of its address until it is issued. So a lane keeps separate address registers for all its
 lines of a stage. When addresses were computed anew for each copy, they shared registers, and FC1 took 1.27 times as
-long as with neighbouring rows. For the same reason addresses along rows advance only once in K_TILES_AT_ONCE k-tiles.
+long as with neighbouring rows. For the same reason `GatherAlongRows` advances its addresses only once in
+K_TILES_AT_ONCE k-tiles.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LANES_A_LINE = 8
 LINE_BYTES = LANES_A_LINE * CHUNK_BYTES
 WARPS = 2
 LINES_AT_ONCE = WARP // LANES_A_LINE  # half of the period of the swizzle
-K_TILES_AT_ONCE = 4
-INDICES = 4
+K_TILES_AT_ONCE = 4  # k-tiles of GatherAlongRows between two steps of its addresses
+INDICES = 4  # k-tiles by which GatherAcrossRows reads row indices ahead
 OF_A_LINE = WARP - LANES_A_LINE << 8 | WARP - 1
 """Mask and clamp of a shuffle among the 8 lanes that copy one line."""
 
@@ -44,7 +45,7 @@ class RowIndices(NamedTuple):
     Attributes:
         address: address of the indices, int32 [T]: row t is x[indices[t]]. 0: rows lie in order.
         x: address of x.
-        pitch: distance of x's rows, in units of 16 bytes.
+        pitch: distance between x's consecutive rows, in units of 16 bytes.
         num_rows, columns: shape of x.
     """
 
@@ -55,7 +56,7 @@ class RowIndices(NamedTuple):
     columns: Int32
 
     def index_of(self, row: Int32) -> Int32:
-        """Return the index for row number `row`, unchecked."""
+        """Read the index of the row of x that is row number `row`; it may be out of range."""
         return vector_at(Int32, self.address)[row]
 
     def clamped(self, index: Int32) -> Int32:
@@ -80,11 +81,11 @@ def row_indices(address: Int64, x: cute.Tensor) -> RowIndices:
 
 
 class Share(NamedTuple):
-    """Lines of a stage that a warp copies.
+    """The lines (128 bytes each) of a stage that a warp copies.
 
     Attributes:
         first: index of the first line, a multiple of the swizzle's period.
-        times: count of lines, in units of LINES_AT_ONCE.
+        times: number of lines, in units of LINES_AT_ONCE.
     """
 
     first: Int32 | int
@@ -92,11 +93,11 @@ class Share(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A lane's part of the copies.
+    """A lane's part of the copies: one 16-byte chunk of every LINES_AT_ONCE-th line of its warp.
 
     Attributes:
-        line: index, in the stage, of the lane's line among the first LINES_AT_ONCE lines of its warp.
-        chunk: index of the 16-byte chunk that the lane copies of each of its lines.
+        line: index, in the stage, of the lane's first line.
+        chunk: index of the chunk that the lane copies of each of its lines.
         targets: shared-memory addresses in the first stage of the lane's first line and of its second line, which lies
             half a swizzle period further.
     """
@@ -107,7 +108,12 @@ class Lane(NamedTuple):
 
 
 class Gather(Invariant):
-    """Copies of gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: element type."""
+    """Copies of gathered rows into an operand's part of a stage.
+
+    Args:
+        lines: number of lines of 128 bytes of the operand in a stage.
+        dtype: element type.
+    """
 
     def __init__(self, lines: int, dtype: type[cutlass.Numeric]):
         self.lines = lines
@@ -115,11 +121,12 @@ class Gather(Invariant):
         self.chunk_elements = self.line_elements // LANES_A_LINE
 
     def half(self, rank: Int32) -> Share:
-        """Return the lines (128 bytes of a stage) that warp `rank` (0 or 1) copies if two warps copy equal halves."""
+        """Return the lines of a stage that warp `rank` (0 or 1) copies if two warps copy equal halves."""
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
-        """Return this lane's part of the copies. first: index of the warp's first line."""
+        """Return this lane's part of the copies. smem: the operand's shared memory. first: index of the warp's first
+        line."""
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
@@ -217,17 +224,18 @@ class GatherAlongRows(Gather):
 
     @cute.jit
     def _advance(self, sources: cute.Tensor, columns: Int32, k_tiles: cutlass.Constexpr[int]) -> Int32:
-        """Move the addresses by `k_tiles` k-tiles. Return the number of columns that are left from there on."""
+        """Move the addresses `sources` by `k_tiles` k-tiles. Return how many of the `columns` columns of x are left
+        from there on."""
         for i in cutlass.range_constexpr(cute.size(sources)):
             sources[i] += k_tiles * LINE_BYTES
         return columns - k_tiles * self.line_elements
 
 
 class GatherAcrossRows(Gather):
-    """Copies of an operand that is contracted over its rows.
+    """Copies of an operand that is contracted over its rows, as in a weight gradient.
 
     A line holds 64 columns of one row; the lines of a k-tile's rows follow each other. Each k-tile has different rows,
-    32 for each warp: a lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the row
+    32 for each warp: each lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the row
     addresses by shuffles.
 
     Args:
@@ -245,7 +253,8 @@ class GatherAcrossRows(Gather):
         self, rows: RowIndices, smem: cute.Tensor, rank: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, num_k_tiles: Int32, column: Int32,
     ):  # fmt: skip
-        """Copy all rows of a group, columns from `column` on. Returns the advanced state.
+        """Copy all rows of a group, the operand's columns from `column` on, k-tile by k-tile. Returns the advanced
+        state.
 
         rank: 0 or 1, the index of the gathering warp.
         """
@@ -280,7 +289,14 @@ class GatherAcrossRows(Gather):
     def _copy_rows(
         self, lane: Lane, sources: cute.Tensor, columns: Int32, stage: Int32, rows_left: Int32
     ):  # fmt: skip
-        """Copy a k-tile. rows_left: rows of the group from the lane's first row on; rows past them become zeros."""
+        """Copy the lane's chunks of one k-tile into a stage.
+
+        Args:
+            sources: for each of the lane's rows, the address of its first chunk.
+            columns: number of x's columns from the lane's first column on; columns past the last become zeros.
+            stage: index of the stage.
+            rows_left: number of the group's rows from the lane's first row on; rows past them become zeros.
+        """
         for half in cutlass.range_constexpr(self.lines // self.k):
             has_columns = columns > half * self.line_elements
             for i in cutlass.range_constexpr(cute.size(sources)):

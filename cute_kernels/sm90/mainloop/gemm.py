@@ -23,7 +23,7 @@ from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, ar
 
 
 class Weights(Invariant):
-    """Loads of the weights of an output tile, k-tile by k-tile.
+    """TMA loads of the weights of an output tile, k-tile by k-tile.
 
     Args:
         source: the TMA load.
@@ -63,8 +63,8 @@ class Weights(Invariant):
         return len(self.addresses)
 
     def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return the position of the weights of a part for `k_tile`: the k-tile's index in memory, and the address (lo,
-        hi).
+        """Return where the weights of a part for k-tile `k_tile` are: the k-tile's index in memory, and the coordinates
+        lo and hi of their address.
         """
         lo, hi = self.addresses[part]
         return k_tile, lo, hi
@@ -75,8 +75,8 @@ class GemmMainloop(WeightsFirst):
 
     Rows of x are neighbours, from any row on, or come by index (gathered_rows.py). Groups need no alignment. Rows past
     a group's end are computed but not stored; they are loaded only if their box (row_boxes.py) also holds rows of the
-    group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone leaves out the second slab if that has no
-    rows.
+    group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone leaves out the second slab (64 rows) if the
+    group has no rows there.
 
     Args:
         parts: number of ranges of weight rows in a tile (memory/weights.py).
@@ -188,8 +188,9 @@ class GemmMainloop(WeightsFirst):
     ):  # fmt: skip
         """Fill `count` stages by the loads `a` (rows of x) and `b` (weights). Returns the advanced state.
 
-        arrives: None: this warp gathers rows if they come by index and `load_warp_gathers`. A boolean: rows lie in
-        order; if it is true, this warp's lanes still arrive at each stage, in place of gathering lanes.
+        arrives: None: this warp also gathers rows, if they come by index and `load_warp_gathers`. A boolean: rows lie
+        in order; if it is true, this warp's lanes arrive at each stage nevertheless, since its barrier counts them as
+        gathering lanes.
         """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
@@ -238,5 +239,5 @@ class GemmMainloop(WeightsFirst):
         return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
 
     def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
-        """Return one of the tiles that were partitioned from `row_tiles`: box number `box` of a k-tile."""
+        """Return box number `box` of k-tile number `k_tile` among the partitioned boxes `tiles` (`row_tiles`)."""
         return tiles[None, box, k_tile]

@@ -1,5 +1,5 @@
-"""The mainloop of a data gradient through two weights (`GateUp`): each half of x's columns is multiplied by its own
-weights.
+"""The mainloop of a data gradient through a w1 of two tensors (`GateUp`): each half of x's columns is multiplied by its
+own weights, and the products are added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class WeightsInHalves(Weights):
 
 
 class HalvesMainloop(GemmMainloop):
-    """GEMM mainloop of x in two halves of columns, each with its own weights, contracted one after the other.
+    """GEMM mainloop whose x has two halves of columns, each with its own weights. The second half's contraction follows
+    the first's, into the same accumulators.
 
     x is viewed as (row, k, half), so that TMA clips both operands where a half ends and fills the half's last k-tile
     with zeros.

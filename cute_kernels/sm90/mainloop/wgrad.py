@@ -24,9 +24,9 @@ class WgradMainloop(Mainloop):
     The rows of one operand may come by index. Rows past the group's end must not contribute, so both loads clip there
     and fill with zeros (`ragged_rows`). Zeros in one operand alone would not suffice, since the other may hold NaN.
 
-    The last k-tile is multiplied only as deep as it has rows, rounded up to a wgmma's depth. That is 1, 3, 2 and 6 %
-    more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3 EP8 and gpt-oss-120b (Dirichlet 0.5); whole k-tiles would be
-    3, 14, 8 and 27 % more.
+    The last k-tile is multiplied only as deep as it has rows, rounded up to a wgmma's depth. So 1, 3, 2 and 6 % more
+    depth is multiplied than there are rows, on Mixtral, Qwen3-30B, DeepSeek-V3 EP8 and gpt-oss-120b with Dirichlet(0.5)
+    routing; with whole k-tiles it would be 3, 14, 8 and 27 %.
 
     keeps_operands: True: operands are the last to leave L2, because results would push them out. That saves 5 to 15 %
     of the time of Qwen3-30B's 32-bit gradients and 1 to 6 % of gpt-oss-120b's. For 16-bit gradients, which have half as
@@ -56,12 +56,13 @@ class WgradMainloop(Mainloop):
         return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
-        """View a tensor [T, C] as (column, row, wrap, end), whose rows can be clipped at any row (memory/ragged.py)."""
+        """Return the view (column, row, wrap, end) of a tensor [T, columns], which can be clipped at any row
+        (memory/ragged.py)."""
         ragged = ragged_rows(tensor)
         return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))
 
     def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
-        """Return the rows from the tile's first to the group's last, from a view that `_columns` made."""
+        """Return the group's rows, from `work.row` to the group's last, of a view that `_columns` made."""
         return clipped(columns, work.row, work.group_end, row_mode=1)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

@@ -1,4 +1,5 @@
-"""y = grouped_mm(x, w) of E4M3 with float32 scales: one for each 128 elements of a row, one for each 128 x 128 of w."""
+"""y = grouped_mm(x, w) with x and w in E4M3 and float32 scales: one for each 128 elements of a row of x, one for each
+128 x 128 of w."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...specs import GroupedMmSpec

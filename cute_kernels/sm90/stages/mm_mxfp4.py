@@ -1,6 +1,6 @@
-"""y = grouped_mm(x, w) of x in MXFP8 and w in MXFP4, which the kernel decodes to FP8.
+"""y = grouped_mm(x, w) with x in MXFP8 and w in MXFP4, which the kernel decodes to FP8.
 
-Beside its block scales, each weight row has a power of two as scale.
+Besides its block scales, each weight row has a scale that is a power of two.
 """
 
 import cuda.bindings.driver as cuda

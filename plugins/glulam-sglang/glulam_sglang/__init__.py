@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 NAME = "glulam"
-"""The value of --moe-runner-backend."""
+"""The backend's name: the value of --moe-runner-backend that selects it."""
 
 if importlib.util.find_spec("sglang") is None:
     raise ImportError("glulam_sglang is a plugin of SGLang, which is not installed; install sglang 0.5.23")

@@ -1,7 +1,7 @@
 """Hooks on SGLang's functions.
 
-A hook is called with the original function, followed by the call's arguments. It only calls the original unless the
-engine was started with this backend.
+A hook is called instead of an SGLang function, with the original function followed by the call's arguments. If the
+engine was started with another backend, a hook only calls the original.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any)
 
 
 def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Round a rank's I up to whole blocks of 32, padded with zeros: SGLang splits gpt-oss over ranks in whole blocks.
+    """Create MXFP4 weights whose I on each rank is rounded up to a multiple of 32 (one block), padded with zeros.
 
-    SGLang itself pads only for its own kernels.
+    SGLang splits gpt-oss' weights over ranks in whole blocks, but pads I only for its own kernels.
     """
     if is_chosen() and (width := named.get("intermediate_size_per_partition", 0)) % MXFP4_BLOCK:
         named["intermediate_size_per_partition"] = width + -width % MXFP4_BLOCK
@@ -118,8 +118,9 @@ def make_fp8_config(original: Hook, self: Any, *arguments: Any, **named: Any) ->
 
 
 def get_min_capability(original: Hook, self: Any) -> int:
-    """Return the lowest compute capability for an FP8 checkpoint: for MXFP8, the lowest for which Glulam has
-    kernels.
+    """Return the lowest compute capability on which SGLang accepts an FP8 checkpoint.
+
+    For MXFP8 it is at most MIN_CAPABILITY, since Glulam has kernels from there on.
     """
     least: int = original(self)
     return min(least, MIN_CAPABILITY) if is_chosen() and self.use_mxfp8 else least
@@ -139,7 +140,9 @@ HOOKS: dict[str, tuple[Hook, tuple[str, ...]]] = {
     f"{QUANTIZATION}.fp8.Fp8Config.__init__": (make_fp8_config, ()),
     f"{QUANTIZATION}.fp8.Fp8Config.get_min_capability": (get_min_capability, ()),
 }
-"""By the path of SGLang's function: the hook, and the parameters, without self, that the function must have."""
+"""For each hooked SGLang function, by its import path: the hook, and the names of the parameters (except self) that the
+function must have.
+"""
 for _method in METHODS:
     HOOKS |= {
         f"{_method.path}.create_moe_runner": (create_moe_runner(_method), ("layer", "moe_runner_config")),

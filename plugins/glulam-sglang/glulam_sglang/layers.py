@@ -1,5 +1,7 @@
-"""Layers that run on Glulam instead of SGLang's own backends: the decision before weights load, and their experts after
-it.
+"""Layers that run on Glulam instead of SGLang's own backends.
+
+Whether Glulam runs a layer is decided before its weights load (`taken`); its experts are prepared after that
+(`Taken.prepare`).
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ class Taken:
 
     Attributes:
         method: the layer's entry of METHODS.
-        kind: the format of its weights, a constructor of ServedExperts.
+        kind: the format of its weights, the name of a constructor of ServedExperts.
         gate: the activation between FC1 and FC2.
-        dtype: dtype of the layer's rows.
+        dtype: dtype of the layer's input (SGLang's `params_dtype`).
     """
 
     def __init__(self, method: Method, kind: str, gate: Activation, dtype: torch.dtype) -> None:
@@ -101,7 +103,7 @@ def taken(method: Method, own: Any, layer: Any, config: Any) -> Taken:
         config: its MoeRunnerConfig.
 
     Raises:
-        NotServed: Glulam does not run the layer; the message is one line.
+        NotServed: Glulam does not run the layer; the message says why, in one line.
     """
     if type(own).__name__ != method.class_name:
         raise NotServed(f"{type(own).__name__} has its own way to hold weights")

@@ -58,8 +58,10 @@ def _fp8_format(method: Any) -> str:
 
 
 def _fp8_fallback(method: Any) -> str:
-    """Return "triton", which runs FP8 weights, also MXFP8 that SGLang converts to FP8 at load; "" for MXFP4 and other
-    MXFP8.
+    """Return the backend for layers of Fp8MoEMethod that Glulam does not run: "triton", or "" for none.
+
+    "triton" runs FP8 weights, and MXFP8 weights that SGLang converts to FP8 at load. Nothing runs MXFP4 or
+    other MXFP8.
     """
     if method.is_fp4_expert or (method.use_mxfp8 and not method.convert_mxfp8_to_block):
         return ""

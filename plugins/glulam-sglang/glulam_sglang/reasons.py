@@ -14,7 +14,7 @@ from glulam.activations import Activation
 from glulam.integrations.serving import NotServed, gate_of
 
 SITU_GATE_CAP = 4.0
-"""SGLang's default if a model's configuration has no cap."""
+"""The cap of the activation "situ" if a model's configuration has none: SGLang's default."""
 
 
 class Reason(NamedTuple):

@@ -26,14 +26,17 @@ FIELDS = (
     "gemm1_clamp_limit", "hidden_size", "is_gated", "layer", "no_combine", "params_dtype", "routed_scaling_factor",
     "silu_mul_keep_fp32", "swiglu_limit", "top_k",
 )  # fmt: skip
-"""Fields of MoeRunnerConfig that are read."""
+"""Fields of SGLang's MoeRunnerConfig that this plugin reads."""
 LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 _log = logging.getLogger(__name__)
 _registered = False
 
 
 def register() -> None:
-    """Register the backend; see `glulam_sglang.register`."""
+    """Register the backend's name, runner and hooks with SGLang; further calls change nothing.
+
+    If SGLang lacks something that the plugin needs, a backend is registered whose first layer raises an error.
+    """
     global _registered
     if _registered:
         return

@@ -54,7 +54,7 @@ class GlulamQuantInfo(MoeQuantInfo):
 class GlulamRunnerCore(DispatchMoeRunnerCore):
     """Runner that computes weighted sums [N, H] of experts' results from tokens [N, H] and their choices [N, K].
 
-    Choices are experts of this rank.
+    The expert ids in the choices are local to this rank.
     """
 
     @property
@@ -64,7 +64,7 @@ class GlulamRunnerCore(DispatchMoeRunnerCore):
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: MoeQuantInfo, runner_config: MoeRunnerConfig, hooks: Any = None
     ) -> StandardCombineInput:
-        """Compute one layer.
+        """Compute one layer: return, for each dispatched token, the weighted sum of its experts' results.
 
         Raises:
             RuntimeError: an argument that the checks of the layer (`layers.taken`) should have excluded, such as LoRA.
@@ -97,7 +97,7 @@ def _choices(topk: Any, config: MoeRunnerConfig) -> Any:
 
 
 def _scale(config: MoeRunnerConfig) -> float:
-    """Return the factor of the routed experts' weights; 1 if there is none, or if the weights include it already."""
+    """Return the factor that multiplies the router's weights; 1 if there is none or the weights include it already."""
     is_in_weights = getattr(config.layer, "should_fuse_routed_scaling_factor_in_topk", False)
     factor = config.routed_scaling_factor
     return 1.0 if factor is None or is_in_weights else factor

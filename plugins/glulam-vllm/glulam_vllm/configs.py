@@ -46,15 +46,19 @@ def served(
 
 
 def served_fp8(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
-    """Return Glulam's MoE method for FP8 experts; None: vLLM runs the layer. own: the experts' own FP8
-    configuration.
+    """Return Glulam's MoE method for FP8 experts; None: vLLM runs the layer.
+
+    Args:
+        config: the model's quantisation configuration.
+        moe: the layer's FusedMoEConfig.
+        own: the FP8 configuration of these experts; `config` itself, unless the model has several.
     """
     reason = _against_blocks(own.weight_block_size, moe)
     return served(config, methods.GlulamFp8MoEMethod, moe, own, reason=reason)
 
 
 def _against_blocks(block: list[int] | None, moe: Any) -> str | None:
-    """Return the reason why Glulam does not run FP8 experts with scales of these blocks; None: it does."""
+    """Return the reason why Glulam does not run FP8 experts with one scale for each `block`; None: Glulam runs them."""
     width = moe.intermediate_size_per_partition
     if block != BLOCK:
         return f"blocks of scales are {block or 'whole tensors or rows'}; served are {BLOCK}"
@@ -62,8 +66,12 @@ def _against_blocks(block: list[int] | None, moe: Any) -> str | None:
 
 
 def served_nvfp4(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
-    """Return Glulam's MoE method for NVFP4 experts; None: vLLM runs the layer. own: the experts' own NVFP4
-    configuration.
+    """Return Glulam's MoE method for NVFP4 experts; None: vLLM runs the layer.
+
+    Args:
+        config: the model's quantisation configuration.
+        moe: the layer's FusedMoEConfig.
+        own: the NVFP4 configuration of these experts; `config` itself, unless the model has several.
     """
     override = own.moe_activation_override
     reason = f"activations are to be quantised as {override}" if override else None

@@ -28,11 +28,15 @@ from glulam.integrations.serving import NotServed, ServedExperts, gate_of
 from .choice import FP8, MXFP4, MXFP8, NVFP4
 
 WEIGHT_KEYS = {FP8: kFp8Static128BlockSym, MXFP8: kMxfp8Static, MXFP4: kMxfp4Static, NVFP4: kNvfp4Static}
-"""vLLM's names of the quantised formats."""
+"""For each quantised format, vLLM's key of weights in that format."""
 
 
 def gate_in(activation: MoEActivation, numbers: ApplyMoEActivationConfig) -> Activation:
-    """Return Glulam's activation for a layer, with the same numbers (limit, alpha, ...) that vLLM's own kernels use.
+    """Return Glulam's activation for a layer, with the same constants (limit, alpha, ...) that vLLM's own kernels use.
+
+    Args:
+        activation: the layer's activation.
+        numbers: vLLM's constants of the activation.
 
     Raises:
         NotServed: Glulam has no such activation.
@@ -85,7 +89,8 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
     token's experts.
 
     Attributes:
-        held: quantised experts, prepared after loading. None: weights are in 16 bits, and are passed at each call.
+        held: the quantised experts, prepared when their weights were loaded. None: weights have 16 bits, and each call
+            passes them.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
@@ -125,8 +130,8 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Return True if Glulam reads weights with this key. Any activation_key is accepted: Glulam itself decides how
-        to quantise rows.
+        """Return True if Glulam reads weights of this format. Any activation_key is accepted: Glulam itself decides how
+        to quantise activations.
         """
         return weight_key is None or weight_key in WEIGHT_KEYS.values()
 
@@ -142,7 +147,7 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
         expert_tokens_meta: Any, activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-        """Return vLLM's two workspaces as empty, since Glulam has its own memory, and the shape of the result."""
+        """Return the shapes of vLLM's two workspaces, (0,) since Glulam allocates its own memory, and of the result."""
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:

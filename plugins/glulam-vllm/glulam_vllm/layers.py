@@ -23,7 +23,7 @@ def constructor_of(format: str, rows: str = "bf16") -> str:
 
     Args:
         format: one of `choice.FORMATS`.
-        rows: dtype of rows that an MXFP4 checkpoint asks for, "bf16" or "fp8".
+        rows: dtype of activations for which an MXFP4 checkpoint was made, "bf16" or "fp8".
     """
     if format == MXFP4:
         return mxfp4_kind(rows)
@@ -49,7 +49,7 @@ def is_served(moe: FusedMoEConfig, format: str, reason: str | None = None, multi
 
 
 def log_left(what: str, reason: str) -> None:
-    """Log once that vLLM, not Glulam, runs these experts."""
+    """Log once that vLLM, not Glulam, runs experts of the format `what`, and the reason."""
     _log.warning_once("Glulam leaves %s experts to vLLM: %s", what, reason)
 
 

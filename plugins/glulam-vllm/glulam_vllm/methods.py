@@ -42,7 +42,7 @@ from .experts import GlulamExperts
 from .layers import constructor_of
 
 PACKED = "_packed"
-"""Suffix of compressed-tensors' names of 4-bit elements."""
+"""Suffix of the names that compressed-tensors gives to parameters with 4-bit elements."""
 IS_PROCESSED = "_already_called_process_weights_after_loading"
 """Attribute by which vLLM marks a layer whose weights are prepared; vLLM removes it before it loads weights again."""
 
@@ -53,8 +53,8 @@ class Served(FusedMoEMethodBase):
     Attributes:
         format: the format of weights, one of `choice.FORMATS`.
         tensors: names of the parameters that ServedExperts' constructor takes, in its order.
-        multiple: I is rounded up to a multiple of this number, with zeros.
-        rows: for MXFP4 weights, the dtype of rows that the checkpoint asks for.
+        multiple: I is rounded up to a multiple of this number, and padded with zeros.
+        rows: for MXFP4 weights, the dtype of activations for which the checkpoint was made, "bf16" or "fp8".
     """
 
     format: ClassVar[str]
@@ -69,8 +69,9 @@ class Served(FusedMoEMethodBase):
     moe_kernel: Any
 
     def __init__(self, moe: FusedMoEConfig, **attributes: Any) -> None:
-        """Initialise only vLLM's common base class. attributes: those that vLLM's constructor would set and its other
-        methods read.
+        """Initialise only vLLM's common base class, FusedMoEMethodBase.
+
+        `attributes`: the attributes that the constructor of vLLM's class would set and its other methods read.
         """
         FusedMoEMethodBase.__init__(self, moe)
         for name, value in attributes.items():
@@ -82,9 +83,9 @@ class Served(FusedMoEMethodBase):
         return hidden_size, round_up(intermediate_size_per_partition, self.multiple)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """Return a configuration with the biases and the activation's numbers, but without quantised formats.
+        """Return a configuration with the biases and the activation's constants, but without quantised formats.
 
-        vLLM's prepare step would quantise rows of any format that it finds there.
+        If it named a quantised format for activations, vLLM's prepare step would quantise them.
         """
         numbers = {f"gemm1_{key}": getattr(layer, f"swiglu_{key}", None) for key in ("alpha", "beta")}
         limit = getattr(layer, "swiglu_limit", None)
@@ -192,8 +193,9 @@ class GlulamModelOptMxFp8FusedMoE(Served, ModelOptMxFp8FusedMoE):
 
 
 class GlulamModelOptNvFp4FusedMoE(Served, ModelOptNvFp4FusedMoE):
-    """MoE method for modelopt's NVFP4 experts. It loads a checkpoint's activation scales, but does not use them: rows
-    keep 16 bits.
+    """MoE method for modelopt's NVFP4 experts.
+
+    It loads a checkpoint's activation scales, but does not use them: activations stay in 16 bits.
     """
 
     format = NVFP4
@@ -222,7 +224,10 @@ class GlulamCompressedTensorsFp8MoEMethod(Served, CompressedTensorsW8A8Fp8MoEMet
 
 
 class CompressedInBytes(Served):
-    """Base of the methods for compressed-tensors' 4-bit experts, which renames their loaded elements (`..._packed`)."""
+    """Base of the MoE methods for compressed-tensors' 4-bit experts.
+
+    After loading, the parameters `w13_weight_packed` and `w2_weight_packed` lose the suffix `_packed`.
+    """
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for name in ("w13_weight", "w2_weight"):  # vLLM's `apply` reads them under this name
@@ -240,7 +245,7 @@ class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensors
 
 
 class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A8Mxfp4MoEMethod):
-    """MoE method for MXFP4 experts whose checkpoint asks for rows in 8 bits."""
+    """MoE method for compressed-tensors' MXFP4 experts whose checkpoint asks for activations in 8 bits."""
 
     format = MXFP4
     rows = "fp8"

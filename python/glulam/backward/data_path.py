@@ -3,10 +3,11 @@
 Forward saves x, h and s; the kernel that computes the gradient of h recomputes m. With `recompute` forward saves x and
 s, and backward recomputes h. If only w2 is trained, forward saves m, and neither h nor a data gradient is made.
 
-A planned step (`planned`) has one launch for forward and one for the gradients of h, x and s, if weights lie as
-nn.Linear's do; otherwise each GEMM is a part of its own. A recipe that quantises rows does so in both directions, and
-also quantises the weights that these rows are multiplied with. Weight gradients are GEMMs of the tensors stored in 16
-bits, or of these tensors quantised to MXFP8 (`wgrad_recipe`).
+A planned step (a forward and its backward with kept launches, see `planned`) has one launch for forward and one for
+the gradients of h, x and s, if each expert's weights are [outputs, inputs], as nn.Linear's; otherwise each GEMM is a
+separate launch. A recipe that quantises rows (of x and m in forward, of gradients in backward) also quantises the
+weights that these rows are multiplied with. Weight gradients are GEMMs of the tensors stored in 16 bits, or of these
+tensors quantised to MXFP8 (`wgrad_recipe`).
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ class TokenFunctions(NamedTuple):
     Each token has K rows, one for each of its experts; `row_of`, int32 [N, K], holds the rows of each token.
 
     Attributes:
-        copies: (tokens, row_of, I) -> True if GEMMs read copies of rows instead of tokens by index.
-        rows: (tokens, row_of) -> the copies, one for each row.
-        sums: (rows, row_of, residual or None, buffer or None) -> the sum of each token's rows.
+        copies: (tokens, row_of, I) -> True if tokens are first copied to T rows, which GEMMs then read in order; False
+            if GEMMs read tokens by index.
+        rows: (tokens, row_of) -> [T, .], the copy of a token in each of its rows.
+        sums: (rows, row_of, residual or None, buffer or None) -> [N, .], the sum of each token's rows, plus the
+            residual, in the buffer or a new tensor.
     """
 
     copies: Callable[[Tensor, Tensor, int], bool]
@@ -71,7 +74,7 @@ class DataPath(Path):
         tokens: functions that gather tokens into experts' rows and sum rows by token (moe); None: grouped_mlp.
         kind: class of the call, in a planned step.
         problem: the problem, in a planned step.
-        is_copied: GEMMs of a planned step read copies of a layer's rows.
+        is_copied: in a planned step of a layer, GEMMs read tokens that were copied to T rows, not tokens by index.
         is_small: forward's activation has at most SMALL_BYTES, in a planned step.
         has_fused_gradients: one launch of a planned step computes the gradients of h, x and row_scale.
     """
@@ -92,7 +95,7 @@ class DataPath(Path):
     has_fused_gradients: bool = False
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
-        """Return this path with launches; see `Path.planned`.
+        """Return a copy of this path whose parts are launches; see `Path.planned`.
 
         Tokens that are not contiguous are read by index if GEMMs can: the kernel that copies rows takes no padding.
         """
@@ -109,7 +112,9 @@ class DataPath(Path):
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the result, and "preact" or else "act" to save for backward; see `Path.forward`."""
+        """Compute and return the result, and by name the tensor to save for backward: "preact" (h), "act" (m) or
+        neither; see `Path.forward`.
+        """
         keep_preact = not (self.recompute or wanted.isdisjoint(self.need_preact))
         keep_act = "w2" in wanted and not self.recompute
         if self.tokens is not None and self.copies_forward and self.reads_copies(given["x"], given):
@@ -124,7 +129,7 @@ class DataPath(Path):
     def _forward_launch(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Compute the result and the preactivation h with one launch."""
+        """Compute the result and h with one launch, and return the result and {"preact": h}."""
 
         def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
@@ -140,7 +145,7 @@ class DataPath(Path):
         return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return, by argument, True if backward reads it; see `Path.reads`."""
+        """Return, by argument name, True if backward reads the argument; see `Path.reads`."""
         needs_act_gradient = not wanted.isdisjoint(self.need_preact)
         again = self.recompute and (needs_act_gradient or "w2" in wanted)
         return {
@@ -155,10 +160,10 @@ class DataPath(Path):
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        """Compute gradients by name, and remove the preactivation from `saved`; see `Path.gradients`.
+        """Compute the gradients, return them by argument name, and remove h from `saved`; see `Path.gradients`.
 
-        The data path comes first, then the weights, so that each intermediate is freed as soon as nothing needs it: h
-        before any weight gradient is allocated, the gradient of h before the last weight gradient.
+        Data gradients come first, then weight gradients, so that each intermediate is freed as soon as nothing needs
+        it: h before any weight gradient is allocated, the gradient of h before the last weight gradient.
         """
         (d_result,) = dy
         d_y = self._gathered(saved, d_result)
@@ -191,7 +196,7 @@ class DataPath(Path):
         return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True if GEMMs read a copy of each row's token instead of tokens by index.
+        """Return True if tokens are copied to T rows for the GEMMs, False if GEMMs read tokens by index.
 
         False if w2 is None: w2 is saved only if a data gradient is needed, and other gradients do not need copies.
         """
@@ -200,7 +205,7 @@ class DataPath(Path):
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
-        """Return True if GEMMs read a copy of each row's token; a planned step has decided this when it was made.
+        """Return True if tokens are copied to T rows for the GEMMs; a planned step decided this when it was made.
 
         Args:
             x: the tokens.
@@ -226,7 +231,8 @@ class DataPath(Path):
     def _data_gradients(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients by single GEMMs; for a layer, also sum the gradients of each token's rows.
+        """Compute the data gradients with a separate launch or call for each GEMM; for a layer, also sum the gradients
+        of each token's rows.
 
         Args:
             saved: saved tensors by name.
@@ -272,7 +278,7 @@ class DataPath(Path):
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute FC1 with its activation, and FC2, in two parts.
+        """Compute FC1 with its activation, and FC2, as two parts of the step.
 
         Args:
             given: arguments by name.
@@ -291,7 +297,7 @@ class DataPath(Path):
         return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
 
     def _glu(self, part: str, given: dict[str, Any], return_preact: bool = False) -> Any:
-        """Compute FC1 and its activation as the part of a given name; with `return_preact`, also return h."""
+        """Compute and return FC1 with its activation, as the part named `part`; with `return_preact`, also return h."""
 
         def call() -> Declared:
             return GroupedGluCall, {
@@ -323,7 +329,7 @@ class DataPath(Path):
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients of rows: of h, x and row_scale.
+        """Compute the data gradients: of h, x and row_scale, for each of T rows.
 
         Args:
             saved: saved tensors by name; h is removed.
@@ -350,7 +356,10 @@ class DataPath(Path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
-    """The path of grouped_mlp and moe in MXFP8. Forward quantises each token once.
+    """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe in MXFP8, with weights that are trained.
+
+    Forward is one call or launch. In a layer it reads tokens by index instead of copying them to rows, so that each
+    token is quantised once. It never has the activation in 16 bits, so the gradient of w2 needs h, too.
 
     Attributes:
         activation_options: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`: a weight requires a
@@ -368,7 +377,7 @@ class QuantisedPath(DataPath):
         return y, {"preact": preact} if keep_preact else {}
 
     def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
-        """Compute forward as the part of a given name; return the result and the preactivation h."""
+        """Compute forward as the part named `part`; return the result and the preactivation h."""
         tensors = {name: given[name] for name in self.inputs}
         made = self.part(part, lambda: (Mxfp8ForwardCall, self.activation_options))
         return made(**tensors, rows=given.get("rows"), groups=given["groups"], out=out)

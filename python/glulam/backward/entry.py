@@ -1,4 +1,6 @@
-"""Run a call with a backward: choose the operator's path, check buffers, and use a planned step if there is one."""
+"""Compute a call whose gradient is recorded: choose the operator's path (its forward and gradients), check the caller's
+buffers, and run a planned step if the call is common, else public operators.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ PATHS: dict[type[Call], Callable[[Any], Path]] = {
     QuantizedMlpCall: path_of,
     QuantizedMmCall: FrozenMm.of,
 }
-"""Functions that make the path of a call, by the kind of call."""
+"""By class of call, the function that makes a call's `Path`."""
 
 
 def requires_grad(call: Call) -> bool:
@@ -49,7 +51,8 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
     Args:
         call: a call of any operator.
         key: key for keeping the planned step, see `Call.handle_miss`. None: keep none.
-        targets: buffers of the result and gradients; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
+        targets: buffers of the result and gradients. `targets.weights` has the keys "w" (grouped_mm), or "w1" and "w2"
+            (grouped_mlp).
 
     Raises:
         GradientNotSupported: the operator is not differentiable, or not for these arguments, or `out` is given.

@@ -1,4 +1,4 @@
-"""Gradients of rows, row scales and biases through quantised weights, which are frozen (never trained).
+"""Gradients of x, row scales and biases through quantised weights, which are frozen (never trained).
 
 Forward and backward decode the same bytes, and no weight is ever stored in 16 bits: dx = dy W is `grouped_mm` with
 transpose_w. A grouped_mlp with frozen weights computes h = x w1^T + b1, the activation and y in three calls and keeps
@@ -39,13 +39,13 @@ def part_names(name: str) -> tuple[str, ...]:
 
 
 def parts_of(given: dict[str, Any], name: str) -> Parts:
-    """Return a weight's elements, scales and global scale from arguments by name; None: absent."""
+    """Return a weight's elements, scales and global scale, None for each that is absent. `given`: arguments by name."""
     return Parts(*[given.get(part) for part in part_names(name)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frozen(Path):
-    """The base of paths whose GEMMs multiply 16-bit rows with quantised weights.
+    """The base of paths whose GEMMs multiply 16-bit matrices (x, or gradients) with quantised weights.
 
     Attributes:
         recipe: the recipe's name.
@@ -54,8 +54,8 @@ class Frozen(Path):
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return, by argument, True if backward reads it (`Path.reads`); a weight's scales are read if the weight
-        is.
+        """Return, by argument name, True if backward reads the argument (`Path.reads`). The scales of a weight are read
+        if the weight is.
         """
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
@@ -64,14 +64,14 @@ class Frozen(Path):
         self, part: str, x: Tensor, w: Parts, groups: Tensor, over_rows: bool = False, bias: Any = None,
         bias_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute x w_e^T plus the bias; with `over_rows`, x w_e plus the bias.
+        """Compute and return x w_e^T plus the bias; with `over_rows`, x w_e plus the bias.
 
         Args:
             part: name of this GEMM in the step.
             x: [T, K].
             w: the weight's elements, scales and global scale.
             groups: group sizes.
-            over_rows: the sum is over the weight's rows (transpose_w).
+            over_rows: True: sum over the rows of each expert's weight (transpose_w), not over its columns.
             bias, bias_scale, out: see `grouped_mm`.
         """
 
@@ -89,11 +89,11 @@ class Frozen(Path):
     def input_gradient(
         self, targets: Targets | None, dy: Tensor, w: Parts, groups: Tensor, over_rows: bool
     ) -> Tensor:  # fmt: skip
-        """Compute x's gradient from dy, see `product`, with zeros after the last group.
+        """Compute and return x's gradient, the `product` of dy and w.
 
         Args:
-            targets: has the buffer to write. None: write a new tensor, uninitialised after the last group, where nobody
-                reads.
+            targets: the gradient goes into their buffer for it or a new tensor, with zeros after the last group. None:
+                into a new tensor, uninitialised after the last group, where nobody reads.
             dy, w, groups, over_rows: see `product`.
         """
         if targets is None:
@@ -107,7 +107,7 @@ class Frozen(Path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenMm(Frozen, MmPath):
-    """The gradient of grouped_mm with a quantised weight."""
+    """The path (forward and gradients, see `path.Path`) of grouped_mm with a quantised weight."""
 
     @classmethod
     def of(cls, call: Any) -> FrozenMm:
@@ -127,16 +127,16 @@ class FrozenMm(Frozen, MmPath):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenPath(Frozen, DataPath):
-    """The gradient of grouped_mlp with 16-bit rows and quantised weights.
+    """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe with 16-bit x and quantised weights.
 
-    In a layer (moe), GEMMs read a copy of each row's token, not tokens by index.
+    In a layer (moe), tokens are copied to T rows for the GEMMs, which cannot read them by index.
     """
 
     need_preact = NEED_ACT_GRADIENT - {"w1"}
     reads_by_index = fuses = False
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True in a layer: GEMMs then always read copies of rows."""
+        """Return True in a layer, where tokens are always copied to T rows for the GEMMs."""
         return self.tokens is not None
 
     def _forward(
@@ -196,7 +196,8 @@ def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
         scales of the two halves, float32 [E, 2].
 
     Raises:
-        GradientNotSupported: each half has its own grid of block scales, which no GEMM reads without the activation.
+        GradientNotSupported: each half has its own grid of block scales, which only FC1 fused with its activation can
+            read.
     """
     data, scale, global_scale = w1
     if scale is not None and scale.dim() > data.dim():
@@ -210,7 +211,7 @@ def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
 
 
 def times_factors(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
-    """Multiply the two halves of each row by the row's expert's two factors, and add the expert's bias.
+    """Return `rows` with the halves of each row multiplied by the two factors of its expert, plus the expert's bias.
 
     Args:
         rows: [T, 2I].

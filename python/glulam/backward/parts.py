@@ -45,7 +45,7 @@ class Targets:
     Attributes:
         out: buffer for the result. None: a new tensor.
         grad_input: buffer for x's gradient, with the layout of x. None: a new tensor.
-        weights: functions that compute weight gradients instead of `grouped_wgrad`, by the weight's name.
+        weights: by name of a weight, a function that is called instead of `grouped_wgrad` for the weight's gradient.
     """
 
     out: Tensor | None = None
@@ -88,7 +88,7 @@ def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
 
 
 def _layout(value: Any) -> Hashable:
-    """Return the part of a key for a value: a tensor's metadata, a list's as a tuple, any other value itself."""
+    """Return what a key holds for a value: a tensor's metadata, a tuple of these for a list, any other value itself."""
     if isinstance(value, Tensor):
         return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
     return tuple([_layout(one) for one in value]) if isinstance(value, (list, tuple)) else value
@@ -172,7 +172,7 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
     The sums are a GEMM with the bias as a weight row, which needs no copy of dy and no bias for each row.
 
     Args:
-        dy: [T, N]; with `rows` among the groups, [num_tokens, N].
+        dy: [T, N]; if `groups` has `rows`, [num_tokens, N].
         bias: [E, N], or a list of E tensors.
         groups: keywords of `grouped_mm`: offs or splits, and `rows`, the indices of dy's rows.
 

@@ -1,8 +1,9 @@
-"""How a differentiable operator computes forward and backward: as parts, each one launch or one call of an operator.
+"""Computation of a differentiable operator's forward and backward, described once for launches and operator calls.
 
-A path describes both directions of an operator once. For common calls on a GPU its parts are launches, which a kept
-plan holds (`planned`). For other calls (on the CPU, in traces, of a single row) each part is a call of a public
-operator, which runs, is traced and is checked like any other call. A step is one forward together with its backward.
+A step is the forward of one call together with its backward. A part is one computation of a step, such as FC1 or the
+gradient of w2. A path describes the parts of both directions. For common calls on a GPU each part is a kernel launch,
+and the launches are kept for later calls (a planned step, see `planned`). For other calls (on the CPU, in traces, of a
+single row) each part is a call of a public operator, which runs, is traced and is checked like any other call.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def with_table(op: str, name: str, tensors: Any) -> Any:
 
 
 class Launches:
-    """The launches of one step. Each is planned when it is first needed, from the tensors that it then takes.
+    """The kernel launches of one planned step. A launch is planned when its part of the step first runs, from the
+    tensors that the part then gets.
 
     Attributes:
         plans: by the name of a part, its plan and the problem of its call.
@@ -85,8 +87,8 @@ class Launches:
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def first(self, part: str, declared: Callable[[], Declared]) -> PartFunction:
-        """Return a part (a function that runs one launch of the step) that has no plan yet; calling it makes the plan
-        and runs it.
+        """Return the function of a part that has no plan yet: when called, it makes the plan, keeps it, launches, and
+        returns the results.
 
         Args:
             part: name of the part.
@@ -101,7 +103,8 @@ class Launches:
         return planned
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
-        """Make a part's plan. Return it and the problem of its call.
+        """Return the plan of a part, and the problem of the part's call. The plan is new, or made from the plan of a
+        step that differs only in its number of rows.
 
         Args:
             part: name of the part.
@@ -124,12 +127,16 @@ class Launches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Path:
-    """An operator's forward and gradients.
+    """The forward and the gradients of an operator, computed in parts: the operator's GEMMs and other kernels.
+
+    A subclass for each operator computes both by functions that `part` returns. Each of these either launches kernels,
+    in a planned step (forward and backward of a call whose launches are kept for later calls, see `planned`), or calls
+    a public operator.
 
     Attributes:
         inputs: names of the operator's tensor arguments, except group sizes.
         grouped_by: the argument that has group sizes, "offs" or "splits".
-        launches: the launches of a planned step. None: parts are calls of public operators.
+        launches: the kernel launches of a planned step. None: no planned step, each part calls a public operator.
         transpose_w: weights are [E, K, N].
         in_halves: w1 is a GateUp.
         wide: names of weights whose gradients are float32 although x is 16-bit.
@@ -155,12 +162,12 @@ class Path:
             out: buffer for the result. None: a new tensor.
 
         Returns:
-            The results; by name, the tensors besides arguments to save for backward.
+            The results; and by name, the tensors that are saved for backward besides arguments.
         """
         raise NotImplementedError
 
     def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
-        """Return, by argument, True if backward reads it. Arguments that are not in the result are read.
+        """Return, by argument name, True if backward reads the argument. Arguments that the dict lacks are read, too.
 
         Args:
             wanted: names of the arguments that require a gradient.
@@ -180,12 +187,12 @@ class Path:
             dy: the gradients of the results.
 
         Returns:
-            Gradients by name; the gradient of a list is packed or a list.
+            Gradients by argument name; for a list of E tensors, one tensor [E, ...] or a list of E gradients.
         """
         raise NotImplementedError
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
-        """Return this path with launches instead of operator calls.
+        """Return a copy of this path whose parts are launches, planned when they first run, not operator calls.
 
         Args:
             call: a checked call.
@@ -196,7 +203,7 @@ class Path:
         return dataclasses.replace(self, launches=launches)
 
     def part(self, name: str, declared: Callable[[], Declared]) -> PartFunction:
-        """Return a part of the step: a launch, or a call of the public operator.
+        """Return the function that computes a part of the step: by a launch, or by a call of the public operator.
 
         Args:
             name: name of the part. Within a step all calls with one name have the same class and options.
@@ -208,20 +215,20 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
-        """Compute a part (one launch's share of the step) by calling the public operator."""
+        """Compute a part of the step by calling the public operator, and return the operator's results."""
         kind, options = declared()
         return kind.operator(**{**options, **tensors, self.grouped_by: groups})
 
     def sizes(self, groups: Tensor) -> dict[str, Any]:
-        """Return group sizes as a keyword."""
+        """Return group sizes as a keyword of public operators: {"offs": groups} or {"splits": groups}."""
         return {self.grouped_by: groups}
 
     def times_w(self, part: str, transpose_w: bool) -> PartFunction:
-        """Return the part of a given name that computes x w_e^T, or with transpose_w x w_e."""
+        """Return the function of the part named `part`: it computes x w_e^T, or with transpose_w x w_e."""
         return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
 
     def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: Tensor) -> Tensor:
-        """Compute x's gradient dy w_e, zero after the last group, in the buffer of `targets` or a new tensor."""
+        """Return x's gradient dy w_e, zero after the last group, in the buffer of `targets` or a new tensor."""
         dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
         made: Tensor = self.times_w("x", not self.transpose_w)(x=dy, w=w, groups=groups, out=dx)
         return made
@@ -230,13 +237,13 @@ class Path:
         self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: Tensor, dy_rows: Any = None,
         x_rows: Any = None,
     ) -> Any:  # fmt: skip
-        """Compute a weight's gradient, in the layout of the weight; for a GateUp, a list of two.
+        """Compute and return a weight's gradient, in the layout of the weight; for a GateUp, a list of two.
 
         Args:
-            targets: `targets.weights` may replace the computation.
+            targets: if `targets.weights` has a function for this weight, it is called instead of `grouped_wgrad`.
             name: the weight's name.
             dy: gradient of the product x w_e^T.
-            x: the rows that the weight was multiplied with.
+            x: the matrix that the weight was multiplied with.
             groups: group sizes.
             dy_rows, x_rows: indices of the rows of dy and of x, see `grouped_wgrad`.
         """
@@ -251,7 +258,15 @@ class Path:
         return part(dy=dy, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups)
 
     def _write(self, write: WeightGrad, dy: Tensor, x: Tensor, groups: Tensor, **rows: Any) -> Any:
-        """Compute a weight's gradient with the function `write` of `Targets.weights`."""
+        """Call `write` instead of `grouped_wgrad` for a weight's gradient, and return what it returns: a gradient or
+        None.
+
+        Args:
+            write: the caller's function for this weight (`Targets.weights`). It receives dy, x, and a dict of keywords
+                of `grouped_wgrad`: group sizes, `dy_rows`, `x_rows` and the recipe.
+            dy, x, groups: see `weight_gradient`.
+            rows: `dy_rows` and `x_rows` of `weight_gradient`.
+        """
         return write(dy, x, {**self.sizes(groups), **rows, "recipe": self.wgrad_recipe})
 
     def weight_gradient_call(self, name: str) -> Declared:

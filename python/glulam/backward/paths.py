@@ -1,4 +1,4 @@
-"""Choose how a grouped_mlp's forward and backward compute (the path), by the call's recipe."""
+"""Choose the `Path` (forward and gradients) of a grouped_mlp or moe by the call's recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .frozen import FrozenPath
 
 
 def path_of(call: Any) -> DataPath:
-    """Return the data path of a GroupedMlpCall or QuantizedMlpCall.
+    """Return the path (forward and gradients, see `path.Path`) of a GroupedMlpCall or QuantizedMlpCall.
 
     It is `FrozenPath` for quantised weights, `QuantisedPath` for training in MXFP8, otherwise `DataPath`.
     """

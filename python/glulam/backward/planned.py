@@ -51,14 +51,15 @@ class PlannedStep(Step):
         listed: names of arguments that are lists of experts' tensors.
         wanted: names of arguments that require a gradient.
         saved: names of arguments that are saved since backward reads them.
-        read: function that picks the saved arguments' tensors from the flat inputs.
+        read: function that picks the tensors of the saved arguments from the flat inputs (see `FlatLayout`).
         saved_layout: layout of all saved tensors. None: forward has not run yet.
         arguments: the call's options by name.
         is_frozen: weights are quantised and not trained.
         index: the device's index.
         only: the process sees one GPU.
         rows: T of the call.
-        extents, out_extents, seen: see `memory.check_unseen`.
+        extents, out_extents: bytes that each present argument, and each given output (there is none), spans.
+        seen: the tuples of addresses that passed `memory.check_unseen`.
     """
 
     out_extents: tuple[int, ...] = ()
@@ -104,7 +105,7 @@ class PlannedStep(Step):
         return {name: plan for name, (plan, _) in self.path.launches.plans.items()}
 
     def run(self, *given: Any) -> Tensor:
-        """Return the call's result, differentiable. `given`: the tensors of `names`, then `out`, which is None."""
+        """Return the call's differentiable result. `given`: the tensors of `names`, then `out`, which is None."""
         return self.run_into(ORDINARY, self._as_read(given[:-1]) if self.is_frozen else given[:-1])
 
     def _as_read(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -118,7 +119,7 @@ class PlannedStep(Step):
         return self.kind(**{**self.arguments, **groups, "out": None, **named})
 
     def run_into(self, targets: Targets, given: tuple[Any, ...]) -> Tensor:
-        """Return the call's result, differentiable, with the result and gradients written where `targets` says.
+        """Return the call's differentiable result; it and, in backward, gradients go into the buffers of `targets`.
 
         Args:
             targets: buffers for the result and gradients.
@@ -148,7 +149,7 @@ class PlannedStep(Step):
         return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
+        """Compute and return the result, and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
         named = self.layout.named(flat)
         with self._naming():
             result, made = self.path.forward(
@@ -171,10 +172,11 @@ class PlannedStep(Step):
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
-        """Compute the gradients of the flat inputs, by launches or by public operators, which check all tensors anew.
+        """Compute and return the gradients of the flat inputs, by launches if possible, else by public operators.
 
-        Public operators compute if autograd records a graph of the backward; if dy is traced, a view or misaligned; or
-        if hooks returned saved tensors with another layout.
+        Public operators, which check all tensors anew, compute if autograd records a graph of the backward; if dy is
+        traced, not contiguous or misaligned; if the storage of a tensor was freed; or if hooks returned saved tensors
+        with another layout.
         """
         kept = taken(ctx)
         assert self.saved_layout is not None  # forward ran
@@ -273,5 +275,5 @@ def are_in_memory(*tensors: Tensor) -> bool:
 
 
 def _layouts(tensors: Collection[Tensor]) -> list[Any]:
-    """Return the metadata that hooks of saved tensors might change."""
+    """Return the metadata of each tensor that hooks of saved tensors might change: its shape, strides, and so on."""
     return [(t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride()) for t in tensors]

@@ -1,4 +1,5 @@
-"""Operators whose kernels take only addresses and numbers: hyper-connections' and the layer's.
+"""Operators whose kernels take tensors by address and all other arguments as numbers: those of hyper-connections
+(`mhc`), of the MoE layer (`layer`), and the gate of `ops.gate`.
 
 Public functions, plans and launches are generated as for every operator (`front`, `launch`, `call`). Here the
 annotation of a parameter, not its name, tells what the argument is: "Tensor", "Tensor | None" or a number.
@@ -40,26 +41,28 @@ MAX_TOKENS = 2**27
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_MULTIPLE = 8
 """Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
-would take several times as long, so users pad C instead."""
+would take several times as long, so users pad the width instead."""
 
 IS_OPTIONAL = {"Tensor": False, "Tensor | None": True}
 """By annotation of a tensor parameter: True if the tensor may be None."""
 
 _SCHEMA_TYPES = {"Numbers": "float[]"}
-"""Types in torch's schemas for annotations that are spelled differently."""
+"""By annotation, the type in torch's schemas, for annotations that the schemas spell differently."""
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
 """A result's shape and dtype."""
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the float32 memory, [1, size], that the kernel needs, if the size "workspace" is not 0."""
+    """Return the scratch memory that the kernel takes: {"workspace": float32 [1, size]}, or {} if the call's size
+    "workspace" (`AddressedCall`) is 0.
+    """
     size = call.own_sizes.get("workspace", 0)
     return {"workspace": ((1, size), torch.float32)} if size else {}
 
 
 def _prologue(call: Any, problem: Problem) -> PrologueStep:
-    """Return the expressions for the stream and for absent tensors, whose addresses are 0."""
+    """Return a step that gives the kernel torch's current stream, and the address 0 for each absent tensor."""
     absent = [name for name in call.reads if getattr(call, name) is None]
     if not call.own_sizes.get("workspace"):
         absent.append("workspace")
@@ -67,11 +70,11 @@ def _prologue(call: Any, problem: Problem) -> PrologueStep:
 
 
 class SingleFunction(kernels.Fixed):
-    """The one function that serves calls of all numbers of rows.
+    """A kernel's function, which serves any number of rows, and the launches that were generated for it.
 
     Attributes:
-        launches: LaunchShapes and their code, by (number of row dimensions of the leading argument, True if the launch
-            has a workspace).
+        launches: (LaunchShape, its compiled code), by (number of token dimensions of the leading argument, True if the
+            launch takes scratch memory).
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -80,7 +83,7 @@ class SingleFunction(kernels.Fixed):
 
 
 class AddressedCall(Call):
-    """A call of an operator that is one kernel, or one chain of kernels, and a reference.
+    """A call of an operator that is computed by one kernel, or one chain of kernels, and on the CPU by a reference.
 
     A subclass defines checks of its tensors and options (`check_inputs`), its results (`likes`), the CPU's reference
     (`on_cpu`), and in its `definition` the kernel arguments besides addresses and numeric options. There, the size
@@ -92,13 +95,14 @@ class AddressedCall(Call):
         trailing: the number of the leading argument's last dimensions that are not dimensions of tokens.
         shared: names of tensors without the dimensions of tokens; all others have them.
         returns: the kernel's names of its results; parameters with these names are buffers for them.
-        unaligned: names of inputs that need no alignment.
+        unaligned: names of inputs whose addresses need not be multiples of 16 bytes.
         saves: names of inputs and results that backward needs.
-        integers: names of results that have no gradient.
-        when_recorded: by name, options that replace the call's if a gradient is recorded.
+        integers: names of integer results, which have no gradient.
+        when_recorded: by option name, the value that replaces the call's value if a gradient is recorded.
         on_cpu: the reference, a function of the inputs and options. It does not take options named "of_...", which are
             flags that request results.
-        numeric: for options that kernels may take as a number: by name, its type.
+        numeric: by name of an option that kernels may take as a number, the number's type: int (also for a bool) or
+            float.
     """
 
     family: ClassVar[str]
@@ -112,7 +116,7 @@ class AddressedCall(Call):
     integers: ClassVar[tuple[str, ...]] = ()
     when_recorded: ClassVar[dict[str, Any]] = {}
     on_cpu: ClassVar[Callable[..., Any]]
-    numeric: ClassVar[dict[str, Callable[[Any], Any]]]  # options that kernels may take as they are
+    numeric: ClassVar[dict[str, Callable[[Any], Any]]]
 
     definition = Definition(scratch=(_scratch,), prologue=(_prologue,))
     has_torch_out = False
@@ -130,11 +134,13 @@ class AddressedCall(Call):
         return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
     def wanted(self) -> tuple[bool, ...]:
-        """Return whether each result is wanted: False only if its option `of_...` is False."""
+        """Return for each result True if it is wanted. A result `d_x` or `x` is not wanted if the call has an option
+        `of_x` that is False.
+        """
         return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
     def compute(self) -> Any:
-        """Compute the results by the reference, either all or only those that are wanted."""
+        """Return the results that the CPU reference computes: all of them; those that are not wanted may be None."""
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
@@ -144,7 +150,11 @@ class AddressedCall(Call):
 
     @classmethod
     def recorded(cls, held: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what the call returns if a gradient is recorded. `held`: inputs and results by name."""
+        """Return the tensors that a call returns if its gradient is recorded: by default all results.
+
+        Args:
+            held: the call's inputs and results by name.
+        """
         return tuple([held[name] for name in cls.returns])
 
     @staticmethod
@@ -201,7 +211,9 @@ class AddressedCall(Call):
         return Problem(self.op, dtype_name(self.lead.dtype), self.num_rows, 0, self.lead.shape[-1])
 
     def check_buffers(self) -> None:
-        """Check that given buffers have the shapes and dtypes of the results. Raises ValueError or TypeError."""
+        """Check that buffers which the caller gave have the shapes and dtypes of the results. Raises ValueError or
+        TypeError.
+        """
         given = self._buffers()
         likes: Any = self.likes() if given else ()
         for place, buffer in given:
@@ -252,14 +264,14 @@ class AddressedCall(Call):
     # Launches:
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> SingleFunction:
-        """Return the object that gives the function for any number of rows."""
+        """Return a `SingleFunction`: one function of a kernel serves any number of rows."""
         return SingleFunction(self.spec(gpu.arch))
 
     def result_tensors(self) -> tuple[ResultTensor, ...]:
         """Return a `ResultTensor` for each result.
 
-        Each size is a constant of its own (`<name>_0`, ...): torch takes 0.4 us less for separate numbers than for a
-        tuple.
+        Each size of a result is a separate constant (`<name>_0`, ...): torch's new_empty takes 0.4 us less for separate
+        numbers than for a tuple.
         """
         makes = []
         for name, like in zip(self.returns, self._made_likes(), strict=True):
@@ -285,15 +297,16 @@ class AddressedCall(Call):
 
     @functools.cached_property
     def own_sizes(self) -> dict[str, Any]:
-        """Values of the definition's `of_rows` for this call, computed once."""
+        """Values by name that the definition's `of_rows` functions return for this call; computed once."""
         return super().of_rows()
 
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return the shape, and its code, of a launch with another number of rows.
+        """Return the LaunchShape, and its compiled code, of the launch of `like` with this call's number of rows.
 
-        The number of rows decides whether the kernel needs a workspace, and rows may have another number of dimensions.
+        It may differ from the LaunchShape of `like`: the number of rows decides whether the kernel takes scratch
+        memory, and the leading argument may have another number of token dimensions.
         """
         key, launches = (constants["rank"], bool(constants["memory"])), like.serving.launches
         if key not in launches:
@@ -306,7 +319,12 @@ class AddressedCall(Call):
 
     @staticmethod
     def with_backward(call: Any, key: Hashable = None) -> Any:
-        """Return the result of a call with a backward; keep a `GradientPlan` for later calls under `key`."""
+        """Return the result of a call in which an argument requires a gradient, and record the call's backward.
+
+        Args:
+            call: the call.
+            key: the key under which a `GradientPlan` is kept for later calls. None: nothing is kept.
+        """
         tensors = [getattr(call, name) for name in call.given]
         read = tensors[: len(call.reads)]
         if not any_requires_grad(*read) or is_transformed(*read):
@@ -329,7 +347,7 @@ class GradientPlan:
         kind: class of the calls.
         options: the calls' options.
         count: number of inputs.
-        launch: `run` of the plan. None: not found yet.
+        launch: `run` of that `Plan`. None: it was not found yet.
         invariant: the calls must be batch-invariant.
     """
 
@@ -340,11 +358,13 @@ class GradientPlan:
         self.invariant = invariant
 
     def run(self, *tensors: Any) -> Any:
-        """Return the result, differentiable. `tensors`: inputs and buffers (None)."""
+        """Return the call's differentiable result. `tensors`: the inputs, then None for each output buffer."""
         return AddressedFunction.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
 
     def compute(self, tensors: tuple[Any, ...]) -> Any:
-        """Return the results, by the operator's plan once there is one. `tensors`: the inputs."""
+        """Compute and return the results without recording a gradient: by the kept `Plan` of the operator, and until
+        there is one by the operator's public function. `tensors`: the inputs.
+        """
         if self.launch is not None:
             return self.launch(*tensors)
         kind = self.kind
@@ -391,9 +411,10 @@ def like(tensor: Tensor | None) -> Like | None:
 
 
 def forms(*params: Tensor | None) -> int:
-    """Pack the dtypes of parameters into one integer kernel argument.
+    """Return one integer, a kernel argument, that tells the dtypes of parameters.
 
-    Two bits each, the first parameter's lowest. None: 0.
+    Each parameter has two bits, the first parameter the lowest ones. They hold the dtype's number in PARAM_FORMS; 0 for
+    None.
     """
     codes = (0 if p is None else PARAM_FORMS[dtype_name(p.dtype)] for p in params)
     return sum(code << 2 * place for place, code in enumerate(codes))
@@ -424,7 +445,8 @@ def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Ten
 
 
 def check_vectors(op: str, name: str, letter: str, tensor: Tensor) -> None:
-    """Check a tensor's columns: at least one, and on a GPU a multiple of 8 (vectors of 16 bytes). Raises ValueError.
+    """Check the size of a tensor's last dimension: at least 1, and on a GPU a multiple of 8, since kernels read vectors
+    of 16 bytes. Raises ValueError.
 
     Args:
         op, name: the operator and the argument, for errors.

@@ -40,14 +40,16 @@ _OF_PROBLEMS = ("activation", "glu_layout", "transpose_w", "world_experts")
 class Arguments:
     """The arguments of one call of an operator, as attributes with the names of the operator's parameters.
 
-    T is the number of rows of the call. Arguments selected by indices (`rows`) have another number of rows.
+    T is the number of rows that the call computes, which the groups divide. If indices (`rows`) are given, there are T
+    indices, and the matrix whose rows they select may have any number of rows.
 
     Attributes:
         op: the operator's name.
         leads: the argument that determines dtype and device of the others, and T unless `rows` is given.
         after_groups: a phrase for the warning that groups do not fill T, saying what happens to rows after the last
             group. Empty: no warning.
-        takes_keywords: the operator's function takes the activation's numbers as separate keywords.
+        takes_keywords: the operator's function takes the activation's numbers (limit, alpha, ...) as separate
+            keywords, of which the call has one tuple, `numbers`.
         outputs: names of arguments that are written.
         gradients: names in `outputs` that are gradients of weights: packed [E, ...] or a list of E tensors.
         labels: by argument, the name in errors if it differs.
@@ -58,10 +60,14 @@ class Arguments:
         given: the tensor parameters, in the order in which they appear in a plan's key.
         optional: the tensor parameters that may be None.
         reads: the tensor parameters that are read, in order; group sizes as "groups".
-        matrices, weights, biases, scales, of_tokens: parts of `reads`, by role; `matrices` may also have the outputs.
+        matrices, weights, biases: the tensors in `reads` with these roles (`roles.Kind`); `matrices` also has the
+            outputs, unless they are gradients of weights.
+        scales: the other tensors in `reads`, except group sizes: a number for each row, parts of quantised weights,
+            masks, maps, and a layer's tensors of tokens.
+        of_tokens: of a layer: `rows` and the tensors that have a row for each token. Empty for other operators.
         per_row: the tensors that have a dimension of T rows.
-        gathered: the tensors whose number of rows is free if `rows` is given: the gathered ones, or a layer's
-            tokens.
+        gathered: the tensors that may have any number of rows if `rows` is given: the leading argument and its scale,
+            and of a layer also `out` and the tensors of tokens.
         plans: the operator's kept plans.
         invariant: the call must be batch-invariant (`host.invariance`).
     """
@@ -138,7 +144,9 @@ class Arguments:
 
     @classmethod
     def parts_of(cls, name: str) -> tuple[str, ...]:
-        """Return the names of the arguments that hold a weight: its elements and, if the call has them, its scales."""
+        """Return the names of the arguments that hold a weight: of its elements and, if the call has such arguments,
+        of its scales and its global scale.
+        """
         return tuple(name + suffix for suffix in SUFFIXES if name + suffix in cls.given)
 
     def check(self) -> Problem:
@@ -146,7 +154,7 @@ class Arguments:
         raise NotImplementedError
 
     def check_lead(self, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, Tensor]:
-        """Check the leading argument and the indices of its rows.
+        """Check the leading argument, and the indices `rows` that select its rows.
 
         Args:
             dtypes: the allowed dtypes. None: see `check_x`.
@@ -160,7 +168,7 @@ class Arguments:
         return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
 
     def check_options(self) -> None:
-        """Check the activation, its layout and numbers, and the flags."""
+        """Check the options activation, glu_layout and numbers, and that flags are True or False."""
         if "activation" in self.options:
             check_activation(self.op, self.activation, self.glu_layout)
             check_numbers(self.op, self.numbers)
@@ -168,13 +176,13 @@ class Arguments:
             check_flag(self.op, name, getattr(self, name))
 
     def check_addends(self, experts: int, counted: str, like: Tensor, **widths: int) -> None:
-        """Check group sizes, biases, and scales of rows.
+        """Check group sizes, biases, and the vectors row_scale and bias_scale, [T].
 
         Args:
             experts: E.
             counted: the argument that has E experts, for errors.
             like: a matrix of T rows, see `check_lead`.
-            widths: the width of each bias, by its argument.
+            widths: by the name of each bias, the number of its columns.
         """
         self.check_sizes(experts, counted)
         for name, width in widths.items():
@@ -193,7 +201,7 @@ class Arguments:
         check_groups(self.op, self.offs, self.splits, self.lead, experts, counted, self.labels.get("offs", "offs"))
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
-        """Return the problem of this call.
+        """Return the `Problem` of this call: the sizes, dtypes and options from which a kernel is chosen.
 
         Args:
             experts: E.
@@ -206,7 +214,7 @@ class Arguments:
 
     @property
     def function(self) -> Activation:
-        """The call's activation with its numbers."""
+        """The activation that the options activation, glu_layout and numbers describe."""
         return Activation.of(self.activation, self.glu_layout, self.numbers)
 
     @property
@@ -232,7 +240,9 @@ class Arguments:
 
     @property
     def gathered_places(self) -> tuple[int, ...]:
-        """Indices, among the present tensors of `given`, of those whose number of rows is free (`gathered`)."""
+        """Places of the `gathered` tensors in the list of those tensors of `given` that are not None; () without
+        `rows`.
+        """
         if self.indices is None:
             return ()
         return tuple(place for place, name in enumerate(self._present()) if name in self.gathered)
@@ -245,7 +255,7 @@ class Arguments:
 
     @property
     def lead_sizes(self) -> tuple[int, ...]:
-        """The sizes of the rows' dimensions; here (T,)."""
+        """The sizes of the dimensions that count rows: here (T,); subclasses may have several such dimensions."""
         return (self.num_rows,)
 
     @property
@@ -265,7 +275,9 @@ class Arguments:
         return arguments
 
     def key(self) -> Hashable:
-        """Return the key of the call's plan, equal to the one that the front makes (`Plans.look_up`)."""
+        """Return the key of the call's plan, equal to the key that the operator's generated function looks up
+        (`Plans.look_up`).
+        """
         return (marked(self._options(), self.invariant), *[described(getattr(self, name)) for name in self._present()])
 
     def _options(self) -> tuple[Any, ...]:
@@ -293,21 +305,24 @@ class Arguments:
             )
 
     def refuse_gradients(self) -> None:
-        """Raise GradientNotSupported if an argument requires a gradient: for operators without one."""
+        """Raise GradientNotSupported if an argument requires a gradient; called for operators that have no backward."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *self.outputs)
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
     def is_traced(self) -> bool:
         """Return True if torch's dispatcher must run the call.
 
-        That is so if the leading tensor is a meta tensor, if a tensor is of a subclass, or under `device.is_watched`.
+        That is so if the leading tensor is a meta tensor, if any tensor is of a subclass, or under a dispatch mode or
+        torch.jit.trace (`device.is_watched`).
         """
         given = (*self.tensors(), *self.written())
         others = any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given)
         return others or gpus.is_traced(self.lead) or gpus.is_watched()
 
     def check_plain(self) -> None:
-        """Check that tensors are plain (`memory.check_plain`), and that outputs do not require a gradient."""
+        """Check that each tensor's memory holds its values (`memory.check_plain`), and that no output requires a
+        gradient.
+        """
         written = self.written()
         for label, tensor in (*self.tensors(), *written):
             check_plain(self.op, label, tensor)
@@ -327,13 +342,13 @@ class Arguments:
                     check_no_overlap(self.op, out_label, out, label, tensor)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return (name in errors, tensor) for all inputs, one by one for lists."""
+        """Return (name in errors, tensor) for each input tensor; a list gives one entry for each of its tensors."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
         read = (name for name in names if name not in self.outputs)
         return [pair for name in read for pair in tensors_of(self.labels.get(name, name), getattr(self, name, None))]
 
     def written(self) -> list[tuple[str, Tensor]]:
-        """Return (name in errors, tensor) for all given outputs, one by one for lists."""
+        """Return (name in errors, tensor) for each given output tensor; a list gives one entry for each tensor."""
         return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
 
     def host_ends(self) -> list[int]:
@@ -345,11 +360,11 @@ class Arguments:
         return [name for name in self.given if getattr(self, name) is not None]
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the bytes that each named argument spans, as `memory.check_unseen` takes them; 0: see `extent_of`."""
+        """Return the bytes that each of these arguments spans, for `memory.check_unseen`; 0 for a list or None."""
         return tuple(extent_of(getattr(self, name, None)) for name in names)
 
     def _out_extents(self) -> tuple[int, ...]:
-        """Return the bytes that each given output spans, one by one for lists."""
+        """Return the bytes that each given output spans; a list gives one number for each of its tensors."""
         values = [getattr(self, name) for name in self.outputs]
         parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         return tuple([extent_of(one) for part in parts for one in part if one is not None])

@@ -15,7 +15,10 @@ from .checks import ALIGNMENT_BYTES, LOWEST_ADDRESS, check_plain, tensors_of
 
 
 def as_result(buffer: Tensor) -> Tensor:
-    """Return a buffer that a kernel wrote as a result that autograd can track: same memory, same version counter."""
+    """Return a tensor that autograd can track as a result, with the memory of `buffer`, which a kernel has written.
+
+    Both share a version counter, in which this function records the kernel's write.
+    """
     torch.autograd.graph.increment_version(buffer)
     return buffer.detach()
 
@@ -37,7 +40,7 @@ def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) ->
 
 
 def usable(dy: Tensor) -> Tensor:
-    """Return an incoming gradient as kernels can read it: autograd may pass an expanded, lazy or misaligned tensor."""
+    """Return an incoming gradient that kernels can read: `dy`, or a copy if it is expanded, lazy or misaligned."""
     if not gpus.is_traced(dy):
         dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
@@ -48,7 +51,7 @@ def usable(dy: Tensor) -> Tensor:
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Switch grad mode off; in a backward it is off already unless create_graph=True."""
+    """Return a context in which grad mode is off; in a backward it is off already unless create_graph=True."""
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
@@ -69,9 +72,8 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients unchanged.
-
-    Under create_graph=True, wrap them so that differentiating them raises GradientNotSupported.
+    """Return gradients with the same values; under create_graph=True, differentiating them raises
+    GradientNotSupported.
     """
     if not torch.is_grad_enabled():
         return tuple(gradients)

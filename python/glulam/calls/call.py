@@ -1,6 +1,7 @@
 """Calls that no kept plan serves: route them, check them, make their plan, run it.
 
-A plan is a launch that serves all calls of equal metadata. Calls with a plan run without this module (`front`).
+A plan is a launch that serves all calls of equal metadata. If a call has a plan, the operator's generated function
+(`front`) runs it without this module.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class Call(PlanMaker):
     Attributes:
         explains: True if `glulam.explain` accepts this operator.
         public: the function that users call, if it is not the operator itself.
-        tabled: names of weights that kernels take as lists of experts. None: all weights.
+        tabled: names of weights that may be lists of experts' tensors, which kernels find by a table of addresses.
+            None: all weights.
         differentiable: True if the operator has a gradient.
-        beside_weights: names of arguments that hold further parts of weights, such as scales.
+        beside_weights: names of arguments that hold a quantised weight's scales and global scale.
         tokens: for a layer, the functions that turn tokens into rows and rows into tokens
             (`backward.data_path.TokenFunctions`).
         operator: the operator's function.
@@ -56,8 +58,8 @@ class Call(PlanMaker):
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
             module.
         torch_types: by argument, its type in torch's schema if that differs from its role's.
-        fixed_without_out: arguments that the torch operator without `out` fixes, by name.
-        fixed_with_out: arguments that the torch operator with `out` fixes, by name.
+        fixed_without_out: by name, the values of arguments that the torch operator without `out` does not take.
+        fixed_with_out: by name, the values of arguments that the torch operator with `out` does not take.
         is_torch_op: True if the operator is registered with torch.
         has_torch_out: there are torch operators that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.
@@ -113,7 +115,7 @@ class Call(PlanMaker):
         return choose(problem, arch, gpu)
 
     def reference(self, problem: Problem) -> Any:
-        """Compute the results on the CPU."""
+        """Compute the call by torch on the CPU, and return its result."""
         results = self.new_results(problem)
         self.definition.reference(self, problem, *results)
         return self.returned(results)
@@ -127,12 +129,13 @@ class Call(PlanMaker):
         return type(self).operator(**self.keywords())
 
     def handle_miss(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Return the result of a call for which the front found no plan.
+        """Return the result of a call for which the operator's generated function (`front`) found no plan.
 
         Args:
-            key: key of the call's plan. None: the call has none, for example in a trace.
-            replacements: by argument, values to use instead of the arguments: `ExpertList`s for known lists, prepared
-                weights.
+            key: the key under which the call's plan will be kept. None: the call has no plan, for example in a trace.
+            replacements: by argument name, values to use instead of the caller's arguments: an `ExpertList` for a list
+                whose table of addresses is kept, and the tensors of a weight that is prepared for its recipe. An
+                argument that needs no replacement may be listed with its own value.
         """
         if key is not None:  # another thread may have changed the setting since the key was made
             self.invariant = invariance.is_marked(key)
@@ -150,11 +153,11 @@ class Call(PlanMaker):
         return self.run_without_gradient(key, replacements)
 
     def may_be_unfound(self) -> bool:
-        """Find out why the plan look-up raised an exception: return True if this call merely cannot have a plan, as its
-        tensors have no addresses (it is traced) or its group sizes are a list of integers.
+        """Find out why the look-up of this call's plan raised an exception, and return True if the call can go on.
 
-        Otherwise check the arguments: raise their error if one is wrong, else return False (the exception has another
-        cause).
+        That is so if the call cannot have a plan: it is traced, so that its tensors have no addresses, or its group
+        sizes are a list of integers. Otherwise check the arguments, which raises an error if one is wrong. Return False
+        if none is: the exception has another cause.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
@@ -169,7 +172,9 @@ class Call(PlanMaker):
         return False
 
     def differentiate(self, key: Hashable = None) -> Any:
-        """Compute a call in which an argument requires a gradient; record its backward. `key`: see `handle_miss`."""
+        """Return the result of a call in which an argument requires a gradient, and record its backward. `key`: see
+        `handle_miss`.
+        """
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             for name in self.outputs:
                 refuse_out(self.op, getattr(self, name))
@@ -177,7 +182,7 @@ class Call(PlanMaker):
         return self.with_backward(self, key)
 
     def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Compute a call that needs no gradient. Arguments: see `handle_miss`."""
+        """Return the result of a call that needs no gradient. Arguments: see `handle_miss`."""
         if key is not None:
             ready = changed(self, **replacements)
             plan = ready.resize_kept_plan(key)
@@ -188,7 +193,9 @@ class Call(PlanMaker):
         return self.execute(key)
 
     def resize_kept_plan(self, key: Hashable) -> Any:
-        """Make a plan from the plan of a checked call with other rows, and keep it; None: no such call."""
+        """Make a plan from the plan of a checked call that differs only in its number of rows, keep it under `key`, and
+        return it; return None if there is no such call.
+        """
         found = self.find_resizable(key, self.plans)
         if found is None:
             return None
@@ -220,8 +227,8 @@ class Call(PlanMaker):
             plans.keep_resizable(key, self.lead_sizes, count - len(gathered), (problem, plan), gathered)
 
     def execute(self, key: Hashable = None) -> Any:
-        """Check everything, then compute: on the CPU by the reference, otherwise by a new plan. `key`: see
-        `handle_miss`.
+        """Check all arguments, compute the call, and return its result: on the CPU by the reference, on a GPU by a
+        plan, which is new unless one is kept for the prepared arguments. `key`: see `handle_miss`.
         """
         self.check_plain()
         problem = self.check()

@@ -59,7 +59,7 @@ def mismatch(op: str, name: str, shape: Sequence[Any], wanted: Sequence[Any], wh
 
 
 def any_requires_grad(*arguments: Any) -> bool:
-    """Return True if an argument, or a tensor in a list, requires a gradient. Non-tensors are refused elsewhere."""
+    """Return True if an argument, or a tensor in a list, requires a gradient. Values that are no tensors never do."""
     for argument in arguments:
         for one in argument if isinstance(argument, (list, tuple)) else (argument,):
             if getattr(one, "requires_grad", False):
@@ -68,9 +68,7 @@ def any_requires_grad(*arguments: Any) -> bool:
 
 
 def refuse_gradients(op: str, **arguments: Any) -> None:
-    """Raise GradientNotSupported if grad mode is on and an argument requires a gradient (operators without
-    backward).
-    """
+    """Raise GradientNotSupported if an argument of an operator without a backward requires a gradient."""
     for name, value in arguments.items():
         if any_requires_grad(value):
             raise GradientNotSupported(
@@ -107,7 +105,7 @@ def check_written(op: str, name: str, out: Tensor) -> None:
 
 
 def check_is_tensor(op: str, name: str, value: Any, what: str) -> Tensor:
-    """Return `value` if it is a tensor of any kind, else raise TypeError. `what`: the error asks for this."""
+    """Return `value` if it is a tensor of any kind, else raise TypeError, which asks for `what`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; give {what}")
     return value
@@ -271,15 +269,16 @@ def check_number(op: str, name: str, value: Any) -> None:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Check that the recipe is PLAIN_RECIPE, in code for 16-bit calls.
+    """Raise ValueError unless the recipe is PLAIN_RECIPE ("bf16"), the only one of 16-bit calls.
 
-    Calls with other recipes took another path earlier.
+    A public function passes calls with a valid other recipe to the operator's class for quantised arguments, so they do
+    not come here.
     """
     check_choice(op, "recipe", recipe, (PLAIN_RECIPE,))
 
 
 def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
-    """Raise ValueError unless the activation exists and the layout of gates fits it."""
+    """Raise ValueError unless activation and glu_layout exist; glu_layout must be "concat" if there is no gate."""
     check_choice(op, "activation", activation, ACTIVATIONS)
     check_choice(op, "glu_layout", glu_layout, GLU_LAYOUTS)
     if activation not in GATED and glu_layout != "concat":
@@ -289,7 +288,9 @@ def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
 
 
 def check_numbers(op: str, numbers: Numbers) -> None:
-    """Check the numbers of all formulas: Python numbers, not NaN, and within each number's limits."""
+    """Check the numbers (limit, alpha, ...) of all activations' formulas: each is a Python number, not NaN, and within
+    its limits.
+    """
     for (name, number), value in zip(NUMBERS.items(), numbers, strict=True):
         check_number(op, name, value)
         if math.isnan(value):

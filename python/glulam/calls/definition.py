@@ -17,14 +17,16 @@ from ..choose.problem import Problem
 from .launch import Line, ResultTensor
 
 ScratchPart = tuple[tuple[int, int], torch.dtype] | int
-"""Memory of a workspace: a shape and a dtype, passed as a tensor; or bytes, passed as an address."""
+"""A piece of scratch memory: (shape, dtype), which a kernel gets as a tensor, or a number of bytes, which it gets as an
+address.
+"""
 
 
 class PrologueStep(NamedTuple):
-    """A line that a launch runs before it calls the kernel's function.
+    """A step of a launch before it calls the kernel's function: a line of Python, and expressions for arguments.
 
     Attributes:
-        line: the line of Python. None: no line, only values.
+        line: the line of Python, which the launch runs. None: there are only expressions.
         values: by kernel argument, a Python expression for its value, instead of the call's argument of that name.
         names: objects that the line and the expressions use, by name; they become constants of the plan.
     """
@@ -35,7 +37,7 @@ class PrologueStep(NamedTuple):
 
 
 def no_reference(call: Any, problem: Problem, *results: Any) -> None:
-    """Raise NotImplementedError: the call is only a launch of a step and cannot be computed on the CPU."""
+    """Raise NotImplementedError: the call is only a launch of a planned step (`backward`), without a CPU reference."""
     raise NotImplementedError(f"{call.op} is a launch of a step, and has no reference")
 
 
@@ -56,15 +58,15 @@ class Definition:
         scratch: functions that return the memory that a launch takes from the workspace, by the kernel's argument
             names.
         prologue: functions that return a `PrologueStep`, or None.
-        overrides: names that two sources of values may give, where the later value replaces the earlier one: the
-            problem's dimensions and options come before `constants`, and each function before the next. All other names
-            have one source.
+        overrides: names for which several sources may give a value, of which the last is used: the problem's dimensions
+            and options come before `constants`, and each function before the next. Any other name must have one source.
         address_checks: checks of tensors at addresses that a plan has not seen, for properties other than alignment
             that metadata does not show. They take the call's class, the given outputs, and by name the tensors that are
             read.
-        cuts: words after "it cuts" in `glulam.explain`: how sums, other than a GEMM's, are cut into partial sums, and
-            by which numbers of the call or GPU, for example "columns into slices, by the numbers of tokens and of SMs".
-            Empty: each row is computed alone. Batch-invariant calls cut by sizes of the row alone.
+        cuts: text that `glulam.explain` shows after "it cuts": how the kernels cut sums, other than a GEMM's, into
+            partial sums, and which numbers of the call or GPU decide this, for example "columns into slices, by the
+            numbers of tokens and of SMs". Empty: each row is computed alone. In batch-invariant calls only sizes of the
+            row decide.
         reference: function that computes on the CPU. It takes the call, the problem and the results, which it writes.
     """
 

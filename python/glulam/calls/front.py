@@ -51,7 +51,9 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters as its `Call` has them: **numbers becomes one parameter after `glu_layout`."""
+    """Return a function's parameters by name, in the order in which its `Call` class has them: `**numbers` follows
+    `glu_layout`.
+    """
     names: list[str] = []
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
@@ -63,7 +65,9 @@ def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
-    """Return the kinds of address tables ("weight", ...), by argument that may be a list of experts' tensors."""
+    """Return, by name of each argument that may be a list of experts' tensors, the kind of its address table: "weight",
+    "bias" or "gradient".
+    """
     weights = kind.weights if kind.tabled is None else kind.tabled
     of_kinds = {"weight": weights, "bias": kind.biases, "gradient": kind.gradients}
     return {name: what for what, names in of_kinds.items() for name in names}
@@ -117,10 +121,12 @@ def text_of(kind: type[Call]) -> list[str]:
 
 
 def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: str, recipe: str) -> list[str]:
-    """Return the lines of Python that pass a call to its quantised kind, with arguments split into parts.
+    """Return the lines of Python that pass a call to the operator's generated function for quantised arguments.
+
+    The lines split each quantised argument into its elements, scales and global scale (`Quantized.unwrap`).
 
     Args:
-        quantized: the quantised kind.
+        quantized: the class of calls with quantised arguments.
         parameters: names of the public parameters.
         when: a Python expression that is true for a call with quantised arguments.
         recipe: a Python expression for the call's recipe.
@@ -143,7 +149,7 @@ def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: s
 def _front(
     name: str, parameters: list[str], lines: list[str], module: str, names: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a function from `lines`.
+    """Return a function, compiled from the lines of its body, with its source in the attribute `text`.
 
     Objects that the lines use (`names`) are closure variables, since torch.compile would look up globals in the module.
     """
@@ -182,11 +188,11 @@ def operator(
     Args:
         kind: the class of the operator's calls.
         quantized: the class of calls whose arguments are quantised or will be. These calls have a separate generated
-            function that takes arguments in parts. None: the operator has no such calls.
+            function that takes elements and scales as separate arguments. None: the operator has no such calls.
         when: a Python expression that is true for a call with quantised arguments.
         recipe: a Python expression for the recipe of such a call.
-        beside: parameters that calls do not have. If such an argument is not None, `kind.with_<parameter>` is called
-            instead, by keywords.
+        beside: parameters of the public function that `kind` does not have. If such an argument is not None, the
+            public function returns `kind.with_<parameter>(...)`, called with all arguments by keyword.
     """
 
     def made(function: Function) -> Function:
@@ -220,10 +226,10 @@ def operator(
 
 
 def passed_to(function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Decorate a public function whose generated body calls `function` with the same arguments; **numbers become one
-    argument.
+    """Decorate a public function: its generated body calls `function` with the same arguments, of which the
+    activation's numbers (limit, alpha, ...) become one tuple.
 
-    Explicit keywords save a warm call the 0.6 us that Python takes for `**numbers`.
+    The generated function has a keyword for each number, since Python takes 0.6 us for `**numbers`.
     """
 
     def made(public: Function) -> Function:

@@ -66,7 +66,7 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
 
 
 def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
-    """Check a mask, bool [E], on x's device. None: no mask, allowed."""
+    """Check a mask, bool [E], on x's device: whether to add to each expert's `out`. None: no mask, allowed."""
     if mask is not None:
         why, cast = "there is one flag for each expert", "cast it: whether to add to each group's out"
         _check_numbers(op, "mask", mask, "a bool tensor [E]", x, (torch.bool,), experts, why, cast)

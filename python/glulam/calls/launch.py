@@ -34,8 +34,9 @@ class ResultTensor(NamedTuple):
 
     Attributes:
         name: name of the argument that may be the buffer; if there is none, name of the result.
-        kernel: name of the function's argument.
-        shape: names of constants (`Problem.dims`), one for each size, or one name for all sizes.
+        kernel: name of the argument of the kernel's function.
+        shape: names of constants such as those of `Problem.dims`, one for each size, or the name of one constant that
+            is the whole shape.
         like: the argument whose device and dtype the result gets. Empty: the leading argument.
         dtype: name of a constant with the result's dtype. Empty: the dtype of `like`.
         zeros: True: rows after the last group are zero; the kernel's function writes the zeros.
@@ -64,10 +65,10 @@ class Source(NamedTuple):
     """The source of a kernel argument's value.
 
     Attributes:
-        kind: GIVEN: an argument of `run`. TABLE: the table of a list; 0 for other weights. UP: the second half of a
-            GateUp; 0 for other weights. RESULT: a tensor that the call makes. MATRIX, BYTES: the plan's memory, as a
-            tensor or as an address. CONSTANT: a constant of the plan. TICKETS: ticket counters. TEXT: a Python
-            expression. ABSENT: no value; the function gets 0.
+        kind: GIVEN: an argument of `run`. TABLE: the address of a list's address table; 0 if the argument is no list.
+            UP: the address of a GateUp's `up`; 0 if the argument is no GateUp. RESULT: a tensor that the call makes.
+            MATRIX, BYTES: scratch memory, as a tensor or as an address. CONSTANT: a constant of the plan. TICKETS:
+            ticket counters. TEXT: a Python expression. ABSENT: no value; the function gets 0.
         name: name of the argument of `run`, the result, the memory or the constant; for TEXT, the expression.
     """
 
@@ -81,7 +82,7 @@ GIVEN, TABLE, UP, RESULT, MATRIX, BYTES, CONSTANT, TICKETS, TEXT, ABSENT = (
 
 
 class Line(NamedTuple):
-    """A line of Python before the function's call.
+    """A line of Python that a launch runs before it calls the kernel's function.
 
     Attributes:
         text: the line.
@@ -161,7 +162,7 @@ class LaunchShape(NamedTuple):
         return f"{made.name}.tensors" if made.name in self.lists else made.name
 
     def _tensor(self, name: str, argument: Argument) -> str:
-        """Return the Python expression for an argument of `run` as a kernel takes it, as a tensor."""
+        """Return the Python expression by which an argument of `run` is passed to the kernel's function as a tensor."""
         if name in self.lists:
             return f"{name}.lowest"
         has_any_stride = self.aligned and name in self.present and len(argument.shape) == 2
@@ -268,14 +269,16 @@ _NAMES: dict[str, Any] = {
 OWN_NAMES = frozenset((*_NAMES, "seen", "check_unseen", "run"))
 """Names that a plan adds to its constants."""
 OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
-"""Constants that depend on the number of rows."""
+"""Names of constants that depend on the number of rows."""
 
 
 class Bare(NamedTuple):
-    """A plan's function and all its arguments in separate memory, to repeat a launch without the host's work.
+    """The kernel's function of a plan with the values of all its arguments, to repeat a launch without the plan's code.
+
+    Results, scratch memory and counters are in new memory, which no other launch uses.
 
     Attributes:
-        function: the plan's function.
+        function: the kernel's function.
         arguments: descriptions of the function's arguments.
         values: the arguments' values, in order.
         results: the call's results.
@@ -290,14 +293,16 @@ class Bare(NamedTuple):
 
 
 class Plan:
-    """A launch for calls of one signature, whose arguments were checked. `run` launches.
+    """A launch that serves all calls of one signature (the metadata of all arguments), which passed the checks. `run`
+    launches.
 
     Attributes:
         op: the operator's name, for messages.
         shape: the LaunchShape from which the code was generated.
         constants: the objects that the code uses by name; `run` sees nothing else.
         serving: finds the kernel's function for another number of rows.
-        extents, out_extents, seen: see `memory.check_unseen`.
+        extents, out_extents: bytes that each argument that is read, and each given output, spans.
+        seen: the tuples of addresses that passed `memory.check_unseen`.
         look: function that checks arguments at new addresses for properties that metadata does not show, such as
             alignment.
     """
@@ -332,7 +337,7 @@ class Plan:
         return text_of(self.shape)
 
     def bare(self, *given: Any) -> Bare:
-        """Return the launch that `run` would make with the arguments `given`, without launching."""
+        """Return the launch that `run` would make with the arguments `given`; nothing is launched."""
         memory: list[Tensor] = [tensor for one in given for _, tensor in tensors_of("", one)]
         memory += [one.table.values for one in given if isinstance(one, ExpertList)]
         passed: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""Make the plan of a checked call: its launch, kept for later calls of the same kind (see `launch`)."""
+"""Make the plan of a checked call: a launch that is kept for later calls of equal metadata (see `launch`)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PlanMaker(Arguments):
         return has_model and (not result.when or bool(getattr(self, result.when)))
 
     def returned_results(self) -> list[tuple[str, bool]]:
-        """Return the names of the results that are returned, and whether each is made."""
+        """Return (name, True if this call makes it) for each result that the call returns."""
         return [(result.name, result.wanted) for result in self.result_tensors() if result.returned]
 
     @property
@@ -100,7 +100,7 @@ class PlanMaker(Arguments):
             names: names of the kernel's arguments.
             constants: names of the plan's constants.
             texts: kernel arguments as Python expressions, instead of the call's arguments of the same names.
-            scratch: see `Definition`.
+            scratch: by kernel argument, the memory that the launch takes from the workspace.
 
         Raises:
             TypeError: two sources give one argument.
@@ -170,7 +170,9 @@ class PlanMaker(Arguments):
         return make(shape, dtype=known[made.dtype] if made.dtype else like.dtype)
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> Any:
-        """Return an object whose `at(rows)` is the function for a number of rows."""
+        """Return an object whose `at(rows)` returns the kernel's function for a number of rows
+        (`kernels.ServingFunction`).
+        """
         return kernels.serving(problem, gpu)
 
     def plan(self, problem: Problem, checked: bool = True, serving: Any = None, gpu: gpus.Gpu | None = None) -> Plan:
@@ -178,9 +180,9 @@ class PlanMaker(Arguments):
 
         Args:
             problem: the call's problem.
-            checked: see `launch.LaunchShape`.
+            checked: True: the plan checks arguments at addresses that it has not seen.
             serving: `kernels.Fixed`, to use a particular kernel. None: the kernel that the dispatcher chooses.
-            gpu: the GPU, if the leading argument is on none. None: the leading argument's.
+            gpu: the GPU that the plan is for. None: the GPU of the leading argument.
         """
         index = self.lead.get_device()
         gpu = gpu or gpus.gpu(index)
@@ -199,7 +201,7 @@ class PlanMaker(Arguments):
         return self._plan(shape, constants, serving)
 
     def bare(self, problem: Problem, serving: Any = None, gpu: gpus.Gpu | None = None) -> Bare:
-        """Return the function and argument values of this call's launch; see `plan`."""
+        """Return the kernel's function and argument values of this call's launch. Arguments: see `plan`."""
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
@@ -211,7 +213,9 @@ class PlanMaker(Arguments):
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return the shape, and its code, of a launch with another number of rows."""
+        """Return the LaunchShape, and its compiled code, of the launch of `like` with this call's number of rows: here
+        those of `like`.
+        """
         return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
@@ -226,7 +230,11 @@ class PlanMaker(Arguments):
             raise
 
     def _plan(self, shape: LaunchShape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
-        """Return a plan with this call's extents. `code`: see `Plan`."""
+        """Return a plan with this LaunchShape that knows how many bytes this call's arguments span.
+
+        Args:
+            shape, constants, serving, code: see `Plan`.
+        """
         extents = (self._read_extents(), self._out_extents()) if shape.checked else ((), ())
         return Plan(self.op, shape, constants, serving, *extents, self.check_new_addresses, code)
 
@@ -255,13 +263,13 @@ class PlanMaker(Arguments):
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
     def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> LaunchShape:
-        """Return the shape of this call's launch.
+        """Return the LaunchShape of this call's launch.
 
         Args:
             problem: the call's problem.
             signature: the arguments of the kernel's function.
             constants: names of the plan's constants.
-            checked: see `launch.LaunchShape`.
+            checked: True: the launch checks arguments at addresses that the plan has not seen.
         """
         values = {name: getattr(self, name) for name in self._present()}
         results = tuple(one for one in self.result_tensors() if one.kernel in signature.names or not one.wanted)
@@ -298,11 +306,11 @@ class PlanMaker(Arguments):
 
 
 def merged(op: str, parts: Sequence[Mapping[str, Any]], overrides: Collection[str] = ()) -> dict[str, Any]:
-    """Return one dict with the entries of all.
+    """Return one dict with the entries of all dicts in `parts`.
 
     Args:
         op: the operator's name, for errors.
-        parts: values by name.
+        parts: dicts of values by name.
         overrides: names whose value in a later part replaces the value in an earlier one (`Definition.overrides`).
 
     Raises:

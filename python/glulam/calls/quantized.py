@@ -1,4 +1,4 @@
-"""Calls whose arguments are quantised or will be: a user's single argument is split into its parts.
+"""Calls whose arguments are quantised or will be: each such argument of the public function is split into its tensors.
 
 An argument `w` becomes `w` (its elements, or a 16-bit weight that is not prepared yet), `w_scale` (its scales) and, if
 its format has a third part, `w_global_scale`. So plans are found by tensors alone, and a call consists of arguments
@@ -43,7 +43,7 @@ class Quantized(Call):
 
     @classmethod
     def unwrap(cls, recipe: Any, *public: Any) -> tuple[Any, ...]:
-        """Split public arguments into their parts.
+        """Split each quantised argument of the public function into its elements, scales and global scale.
 
         Args:
             recipe: the call's recipe.
@@ -61,12 +61,12 @@ class Quantized(Call):
 
     @staticmethod
     def recipe_of(op: str, recipe: Any) -> Any:
-        """Return the recipe of a name. Raises ValueError."""
+        """Return the recipe with this name, or equal to this recipe. Raises ValueError if there is none."""
         raise NotImplementedError
 
     @staticmethod
     def on_device(recipe: Any, x: Any) -> Any:
-        """Return the recipe that x's device uses for `recipe`."""
+        """Return the recipe that x's GPU uses when `recipe` is requested; here `recipe` itself."""
         return recipe
 
     @property
@@ -95,7 +95,10 @@ class Quantized(Call):
 
     @classmethod
     def declare_public(cls, parameters: Iterable[str]) -> None:
-        """Declare the operator's public parameters, each split into its parts."""
+        """Set the class's lists of argument names from the names of the operator's public parameters.
+
+        The name of a quantised argument becomes the names of its elements, scales and global scale.
+        """
         names: list[str] = []
         for name in parameters:
             names += [f"{name}{part}" for part in SUFFIXES[: cls.in_parts.get(name, 1)]]

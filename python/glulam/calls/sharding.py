@@ -24,8 +24,8 @@ from .memory import tensors_of
 from .roles import GROUPS
 
 SUM = "sum"
-"""In place of a dimension: the tensor is the sum of the ranks' local tensors (placement Partial). A replicated argument
-is also accepted: the first rank then uses it, and the others use zeros.
+"""A `Split` has this in place of a dimension if a tensor is the sum of the ranks' local tensors (placement Partial). A
+replicated argument is also accepted: the first rank then uses it, and the others use zeros.
 """
 MODULE = "torch.distributed.tensor"
 
@@ -51,7 +51,8 @@ REPLICATED = Split({}, None)
 
 
 def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, bias: str) -> Split:
-    """Return the split of the inner width I: each rank has a part of w1's rows and of the matrices with I columns.
+    """Return the Split that divides the intermediate width I among ranks: each rank has some rows of every expert's w1,
+    and the matching columns of the matrices with I columns.
 
     Args:
         call: the call.
@@ -218,7 +219,9 @@ def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
 
 
 def _check_sums(call: Any, splits: Sequence[Split]) -> None:
-    """Raise NotImplementedError if ranks have addends of a result or gradient, and the call must be batch-invariant."""
+    """Raise NotImplementedError if the call must be batch-invariant, and a collective adds the ranks' partial results
+    or gradients.
+    """
     if not call.invariant:
         return
     is_trained = torch.is_grad_enabled() and any(one.requires_grad for *_, one in tensors_given(call))
@@ -230,7 +233,9 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 
 
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
-    """Raise ValueError if ranks' parts would be unequal, or would cut a gate from its up-projection."""
+    """Raise ValueError if the ranks' shares of a cut dimension would be unequal, or if the cut would separate a gate
+    from its up-projection.
+    """
     parts: dict[tuple[str, Any], int] = {}
     for dim, split in enumerate(splits):
         for name, cut in split.dims.items():
@@ -258,7 +263,7 @@ def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
 
 
 def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequence[Split]) -> Tensor:
-    """Return this rank's part of a DTensor, or its addend; differentiable.
+    """Return this rank's tensor of a DTensor (its shard, the whole, or its addend of a sum); differentiable.
 
     Args:
         tensor: the DTensor.
@@ -296,7 +301,9 @@ def _placement(cut: int | str | None, value: Any) -> Any:
 
 
 def _dim_in(cut: Any, value: Any) -> int:
-    """Return the dimension of an argument's tensors for a dimension of packed experts: one less for a list."""
+    """Return the dimension of an argument's tensors that is dimension `cut` of the packed tensor [E, ...]: one less for
+    a list, whose tensors lack E.
+    """
     is_list = isinstance(value, (list, tuple)) and not isinstance(value, GateUp)
     return int(cut) - is_list
 

@@ -64,7 +64,16 @@ def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide:
 def _check_expert(
     op: str, name: str, tensor: Tensor, x: Tensor, dims: Sequence[str], is_weight: bool, wide: bool
 ) -> None:
-    """Check a packed tensor, or a tensor of a list. `dims`: the names of its dimensions."""
+    """Check the shape, dtype, device and strides of a packed tensor of experts, or of one expert's tensor of a list.
+
+    Args:
+        op, name: the operator and the argument, for errors.
+        tensor: the tensor.
+        x: the leading operand.
+        dims: the names of the tensor's dimensions.
+        is_weight: a weight or weight gradient, not a bias.
+        wide: float32 is also allowed if x is 16-bit.
+    """
     if tensor.dim() != len(dims):
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
     check_like_x(op, name, tensor, x, wide)

@@ -94,7 +94,7 @@ def _measured_us(parts: Sequence[ProblemGemm], tile: TileConfig, known: Measured
 
 
 def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
-    """Return each tile's time, summed over the parts (the problem's GEMMs), the fastest tile first.
+    """Return an `Estimate` for each tile, the fastest first. Its time is the sum over the parts (the problem's GEMMs).
 
     If any time was not measured, all times come from the architecture's cost model, so that they are comparable.
     """

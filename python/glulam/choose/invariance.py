@@ -19,7 +19,9 @@ from .problem import Problem, changed
 Orders = tuple[Accumulation, ...]
 SWITCH = "glulam.batch_invariant(True)"
 ROUNDED = "a forward that records a gradient, without `recompute`, rounds the preactivation before the activation"
-"""Reason given for an MLP with frozen weights, whose forward is then three calls (`backward.frozen`)."""
+"""Reason why an MLP with frozen weights is not batch-invariant: a recorded gradient splits its forward into three calls
+(`backward.frozen`).
+"""
 BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 

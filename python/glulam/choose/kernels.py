@@ -82,7 +82,7 @@ class Fixed:
 
     Args:
         spec: the function's spec.
-        function: None: the one that `find` returns.
+        function: the function. None: the one that `find` returns for the spec.
     """
 
     def __init__(self, spec: Spec, function: Function | None = None) -> None:
@@ -96,7 +96,9 @@ _serving: Plans[FunctionChooser] = Plans()
 
 
 def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:
-    """Return the functions for a problem on a GPU, with any number of rows. Only the tile may depend on the rows.
+    """Return the kept `FunctionChooser` of a problem on a GPU, which gives the function for any number of rows.
+
+    Functions for different numbers of rows may differ only in their tiles.
 
     Raises:
         BundleError: see `find`.

@@ -45,10 +45,10 @@ NOISE = 0.01
 
 
 class Held(NamedTuple):
-    """Layers of the tables whose stamp (GPU, versions) matches this machine.
+    """Contents of tables that hold for this machine: the layers in sections whose stamp (GPU, versions) matches it.
 
     Attributes:
-        layers: by `Layer.key`, each layer with its file.
+        layers: by `Layer.key`, each layer (a problem with its kernels and their times) and its file.
         ignored: a line of text for each file or part of a file that is ignored.
     """
 
@@ -57,14 +57,14 @@ class Held(NamedTuple):
 
     @property
     def preferred(self) -> dict[Spec, Spec]:
-        """Return the kernels by family (`shipped.family_of`), if these tables are the preferences."""
+        """Return the preferred kernels by family (`shipped.family_of`); only for layers that are preferences."""
         return {family_of(spec): spec for layer, _ in self.layers.values() for spec in layer.kernels.values()}
 
 
 _held: dict[str, Held] = {}
 """Tables as they were read, by the GPU's name; preferences have the key ""."""
 _preferred: dict[Spec, Spec] = {}
-"""Preferred kernels by family: those read from disk, and those preferred in this process."""
+"""Preferred kernels by family (a spec without its tiles): those read from disk, and those preferred in this process."""
 _loadable: dict[Spec, bool] = {}
 """Results of `_is_there`, by kernel; True for all kernels that this process preferred."""
 _lock = threading.Lock()
@@ -412,7 +412,10 @@ def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
 
 
 def fastest(found: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
-    """Return a layer's fastest kernel for its problem; None if no kernel that it names can be loaded without compiling.
+    """Return a layer's fastest usable kernel for its problem.
+
+    None: the layer has no times near the problem's number of rows, or none of its kernels can be loaded without
+    compiling and, if the problem is batch-invariant, has the right accumulation order.
 
     Args:
         found: the layer and its file (`tuned`).
@@ -433,10 +436,10 @@ def fastest(found: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned
 
 
 def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float]]:
-    """Rank the kernels chosen at the points around `average` rows an expert, and the shipped kernel: (name, us), best
-    first.
+    """Return (name, us), best first, of the kernels that were fastest at the measured points next to `average` rows an
+    expert, and of the shipped kernel.
 
-    Empty if the layer has no points near `average` (see `REACH`).
+    The list is empty if the layer has no points near `average` (see `REACH`).
     """
     if not layer.points:
         return []
@@ -446,7 +449,7 @@ def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float
         return []
     times = {name: _between(left, right, name, average) for name in (left.chosen, right.chosen, shipped)}
     # At a measured point, or outside the measured range, the point's chosen kernel always ranks first (factor 0).
-    # Between two points # a kernel must beat the shipped one by NOISE.
+    # Between two points a kernel must beat the shipped one by NOISE.
     handicap = {left.chosen: 0.0} if left is right else {shipped: 1 - NOISE}
     known = [(name, us) for name, us in times.items() if us is not None]
     return sorted(known, key=lambda timed: timed[1] * handicap.get(timed[0], 1.0))

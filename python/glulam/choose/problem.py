@@ -49,7 +49,7 @@ class ProblemGemm(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The host's knowledge of a call; everything that the choice of a kernel may depend on.
+    """Sizes, dtypes and options of a call: everything that the choice of a kernel may depend on.
 
     The widths depend on the operator (T rows, E experts):
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
@@ -62,13 +62,14 @@ class Problem:
         rows: T. experts: E.
         in_features, intermediate, out_features: widths in elements. intermediate: I; 0: there is none.
         save_preact: the preactivation is stored.
-        transpose_w: forward's weights are [E, K, N]; for the first four operators.
+        transpose_w: each expert's weights in forward are [inputs, outputs], not [outputs, inputs]; for the first four
+            operators.
         axis, rounded: of quantize_mxfp8: the axis of the blocks; True: round to values, False: make elements and
             scales.
-        quantized: x already arrives in MXFP8; for a grouped_mlp.
+        quantized: the caller passes x in MXFP8; for a grouped_mlp.
         operands: the operands of the first GEMM, a key of `cute_kernels.specs.OPERANDS`. fc2_operands: those of FC2.
         gathers: the rows of an operand of grouped_wgrad are selected by index.
-        in_halves: each half of x's columns has weights of its own; for a grouped_mm.
+        in_halves: weights are a GateUp: one tensor for each half of x's columns; for a grouped_mm.
         adapted: the GEMM also contracts a second pair of operands (LoRA); for grouped_mm, grouped_glu, grouped_dglu.
         world_experts: experts of all ranks that the T choices are spread over, so that few of the T rows are used; 0:
             only the experts here.

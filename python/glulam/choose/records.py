@@ -85,7 +85,7 @@ def fields(what: str, data: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def typed(what: str, data: Any, kind: Any) -> Any:
-    """Convert parsed JSON to a value of a type.
+    """Return parsed JSON converted to a value of the type `kind`.
 
     Args:
         what: the value's name in messages.

@@ -38,7 +38,7 @@ WIDTHS = {
     "grouped_dglu": ("in_features", "intermediate"),
     "grouped_wgrad": ("in_features", "out_features"),
 }
-"""Widths that a problem must have, by operator. Lists the operators whose kernels have tiles to choose from."""
+"""By operator, the widths that a problem must have. Its keys are the operators whose kernels have a choice of tiles."""
 TILED = tuple(WIDTHS)
 SIZES_AN_OCTAVE = 16
 
@@ -122,26 +122,26 @@ def microseconds(us: float) -> str:
 
 
 def estimated_rows(problem: Problem) -> int:
-    """Return the number of rows at which tiles' times are compared: the problem's, rounded to 16 sizes an octave.
+    """Return the number of rows at which tiles' times are compared: the problem's, rounded so that the rows of an
+    expert are a power of two or one of 15 sizes between two powers.
 
-    Powers of two an expert are among these sizes. Estimates are off by more than the 2 % between two sizes, and most
-    new numbers of rows need no estimates of their own.
+    Rounding changes the rows by about 2 %, by less than the error of estimates, and lets most new numbers of rows use
+    estimates that were made before.
     """
     step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
     return round(problem.experts * math.pow(2.0, step / SIZES_AN_OCTAVE))
 
 
 def size_of(problem: Problem, arch: str) -> Hashable:
-    """Return a key for the problem's number of rows.
-
-    Problems that differ only in rows, and have equal keys, get the same shipped tile.
+    """Return a key that stands for the problem's number of rows: problems that differ only in rows, and have equal
+    keys, get the same shipped tile.
     """
     check_served(problem.operands, arch)
     return policy_of(arch).fixed_tile(problem) or estimated_rows(problem)
 
 
 def shipped_choice(problem: Problem, arch: str) -> Choice:
-    """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles' times."""
+    """Return the choice among shipped kernels, by the architecture's rule if it has one, else by the tiles' times."""
     check_served(problem.operands, arch)
     here = policy_of(arch)
     if tile := here.fixed_tile(problem):
@@ -159,7 +159,7 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
 
 
 def in_order_in_words(tile: TileConfig, usable: TileConfig) -> str:
-    """Say why batch invariance lets the tile `usable` serve in place of `tile`."""
+    """Return text that says why batch invariance lets the tile `usable` serve in place of `tile`."""
     return f"{invariance.BY_SWITCH}, as {tile.name} does: {usable.name}"
 
 

@@ -23,7 +23,7 @@ SPECS: dict[str, Any] = {spec.op: spec for spec in get_args(Spec)}
 
 
 class TileError(SpecError):
-    """A tile that the hardware cannot run.
+    """Raised for a tile that the hardware cannot run; the message names the limit and the nearest valid tile.
 
     Attributes:
         limit: text that says which limit the tile breaks.
@@ -165,7 +165,7 @@ def _tile_for(
 
     Raises:
         TileError: the tile breaks a limit; the error names the limit and the nearest valid tile.
-        SpecError: the kernel can run with no tile, for another reason.
+        SpecError: the kernel can run on no tile, so the cause is not the tile.
     """
     require("arch", arch, ARCHS)
     try:

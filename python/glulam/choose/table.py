@@ -44,7 +44,7 @@ class Stamp:
         gpu: the GPU's name; "" for preferences.
         versions: versions that the kernels' code depends on, by name.
         kernels: hash of the kernels' sources; "" for preferences.
-        date, driver: when, and with which driver, it was measured; they are not compared.
+        date, driver: when, and with which driver, the section was measured; they are not compared.
     """
 
     gpu: str
@@ -58,7 +58,7 @@ class Stamp:
         return self.gpu, tuple(sorted(self.versions.items())), self.kernels
 
     def unlike(self, here: Stamp) -> str:
-        """Say how this stamp differs from `here`, the stamp of this machine; "" if the section holds here."""
+        """Return text that says how this stamp differs from `here`, the stamp of this machine; "" if it does not."""
         if self.gpu != here.gpu:
             return f"measured on {self.gpu or 'no GPU'}, this is {here.gpu or 'no GPU'}"
         made = "measured" if self.gpu else "written"
@@ -78,7 +78,7 @@ def stamp_of(gpu: str, driver: str = "") -> Stamp:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Measurements at one number of rows an expert.
+    """Measured times of a problem's kernels at one number of rows an expert.
 
     Attributes:
         rows_per_expert: the number of rows an expert.
@@ -126,13 +126,13 @@ class Unfinished:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One problem at several numbers of rows, or a preference, which has no points.
+    """A problem with its kernels and their times at several numbers of rows; or a preference, which has no times.
 
     Attributes:
         problem: the fields that identify the problem (`layer_of`); of a preference, the description of a family.
         kernels: the specs, by the kernels' names.
-        points: ascending by rows.
-        unfinished: None: no run was interrupted.
+        points: times of the kernels, ascending by rows.
+        unfinished: the tuner's run for this problem that was interrupted. None: no run was.
         others: descriptions of kernels that only another version knows.
     """
 

@@ -72,7 +72,7 @@ def say_error(text: str) -> None:
 
 
 def option(name: str) -> str:
-    """Return a parameter's name as typed on the command line."""
+    """Return the command-line spelling of a parameter's name: "--transpose-w" for transpose_w."""
     return "--budget" if name == "budget_s" else f"--{name.replace('_', '-')}"
 
 
@@ -201,7 +201,7 @@ def console() -> Console:
 
 
 def show(*parts: str | Table) -> None:
-    """Print tables, and lines, which the terminal's width does not break."""
+    """Print tables, and lines of text, which are not broken at the terminal's width."""
     out = console()
     for part in parts:
         out.print(part, soft_wrap=isinstance(part, str))
@@ -213,9 +213,10 @@ def megabytes(size: int) -> str:
 
 
 def resources(functions: Mapping[str, Function], name: str) -> tuple[str, str]:
-    """Return registers, and KB of shared memory, of the device kernels that a function launches, as text.
+    """Return two texts for a function's device kernels: registers a thread, and KB of shared memory.
 
-    A function of several stages has no kernels of its own: its stages have the kernels.
+    Each has one number for each kernel, joined by " + ". The kernels of a function of several stages are recorded for
+    its stages.
 
     Args:
         functions: a manifest's functions.

@@ -29,9 +29,10 @@ IN_WORDS = ", ".join(f"{name} ({meaning})" for name, meaning in PROFILES.items()
 
 
 def archs_here() -> list[str]:
-    """Return, as a list, the best architecture for this machine's GPU whose kernels were tried (`prefer_tried`).
+    """Return a list of one architecture, the one to build for or to show on this machine.
 
-    Without a GPU that has kernels it is profiles.DEFAULT, Hopper's.
+    Among the architectures that the GPU can run, it is the best whose kernels were run before or, if none were, the
+    best (`prefer_tried`). Without a GPU that has kernels it is profiles.DEFAULT, Hopper's.
     """
     gpu = find_gpu(installed_torch())
     return [(prefer_tried(serving(gpu.capability), gpu.name) if gpu else None) or profiles.DEFAULT]
@@ -74,7 +75,10 @@ def _tile(stage: dict[str, Any]) -> str:
 
 
 def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
-    """Return the columns that `info` prints for a function. A composed function's spec holds a spec for each stage."""
+    """Return the table cells that `info` prints for a function, by column heading.
+
+    The spec of a function of several stages contains a spec for each stage.
+    """
     spec = functions[name].spec
     registers, kilobytes = resources(functions, name)
     stages = [value for value in spec.values() if isinstance(value, dict) and "tile" in value] or [spec]
@@ -101,7 +105,7 @@ def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
     out=row("The repository's folder.", Path, REQUIRED),
 )
 def write_for_hub(arch: str | None, bundle: Path | None, out: Path) -> None:
-    """Write a bundle as a kernel of the Hugging Face hub, which the package `kernels` loads: its functions by name."""
+    """Write a bundle as a kernel of the Hugging Face hub, from which the package `kernels` loads functions by name."""
     folder = hub.write(bundle_root(bundle), arch or archs_here()[0], out)
     say(f"{records.shown(folder)}: {megabytes(sum(file.stat().st_size for file in folder.iterdir()))}")
 

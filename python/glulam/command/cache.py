@@ -33,7 +33,7 @@ def _summary(stored: Sequence[cache.Entry]) -> str:
 
 @command("cache list")
 def cache_list() -> None:
-    """Show every kernel in the cache, its state, which are preferred, and how many objects of builds there are."""
+    """Show every kernel in the cache with its state, the preferred kernels, and the number of objects for builds."""
     stored = known.read_preferences()
     preferred = list(stored.preferred.values())
     found, root = list(cache.entries()), records.shown(cache.cache_root())
@@ -60,7 +60,7 @@ def cache_list() -> None:
 
 @command("cache verify")
 def cache_verify() -> None:
-    """Check every kernel and object; exit status 1 where one is damaged (it is made anew when next asked for)."""
+    """Check every kernel and object; exit status 1 if one is damaged (it is made anew when it is next needed)."""
     found, stored = list(cache.entries()), list(objects.entries())
     for kept in [*found, *(kept for kept in stored if kept.state == "damaged")]:
         if kept.problem:
@@ -74,7 +74,7 @@ def cache_verify() -> None:
 
 @command("cache forget", name=row("As `glulam cache list` names it.", str, REQUIRED)._replace(positional=True))
 def cache_forget(name: str) -> None:
-    """Drop the preference for one kernel, which stays in the cache; calls get what serves them otherwise."""
+    """Drop the preference for one kernel: it stays in the cache, and its calls get tuned or shipped kernels again."""
     preferred = [spec.name for spec in known.read_preferences().preferred.values()]
     if not known.drop_preference(name):
         others = f"preferred are {', '.join(preferred)}" if preferred else "no kernel is"
@@ -88,7 +88,7 @@ def cache_forget(name: str) -> None:
     preferred=flag("Only the preferences; kernels stay."),
 )
 def cache_clear(outdated: bool, preferred: bool) -> None:
-    """Remove compiled kernels, objects and preferences; what runs keeps what it has loaded."""
+    """Remove compiled kernels, objects and preferences; running processes keep what they have loaded."""
     removed: list[cache.Entry] = []
     dropped: list[cache.Entry] = []
     if not preferred:

@@ -36,7 +36,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor, and what classes of display co
 
 
 class Check(NamedTuple):
-    """One finding.
+    """One finding of `glulam doctor`.
 
     Attributes:
         name: what was checked.
@@ -71,9 +71,7 @@ class Gpu(NamedTuple):
 
     @property
     def passed_over(self) -> str:
-        """The better architecture whose untried kernels were passed over; empty: none. See
-        `host.device.passed_over`.
-        """
+        """The best architecture for the GPU, if its kernels were never run here and `arch` serves instead; else ""."""
         return passed_over(self.capability, self.arch, self.name) if self.arch else ""
 
 
@@ -153,7 +151,11 @@ def _check_untried(gpu: Gpu) -> Finding:
 
 
 def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Finding:
-    """Check the driver's version. A missing driver is bad only if there is a GPU; its remedy needs an NVIDIA card."""
+    """Check the driver's version.
+
+    A missing or too old driver is "bad" if torch sees a GPU, else a "note". To install one is advised only if torch or
+    the PCI bus shows an NVIDIA GPU.
+    """
     state = "bad" if gpu else "note"
     if driver and driver >= _OLDEST_DRIVER:
         return "ok", f"runs CUDA {driver[0]}.{driver[1]}"
@@ -235,7 +237,7 @@ def examine() -> Iterator[Check]:
         gpu = find_gpu(torch)
     needed = "bad" if gpu else "note"  # the state of a failed check that concerns only GPUs
     archs = [gpu.arch] if gpu and gpu.arch else [profiles.DEFAULT]
-    checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
+    checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, state if the check raises, check, its arguments
         ("torch", "bad", _check_torch, (torch,)),
         ("GPU", "bad", _check_gpu, (gpu,)),
         *[("untried", "note", _check_untried, (gpu,))] * bool(gpu and gpu.passed_over),

@@ -62,7 +62,7 @@ FLAGS = {
     "save_preact": ("no stored preactivation", "stored preactivation"),
     "transpose_w": ("weights [E, N, K]", "weights [E, K, N]"),
 }
-"""By flag of a kernel's options: the words that describe its calls if the flag is (False, True)."""
+"""For each flag of a kernel: the words that describe the kernel's calls if the flag is False, and if it is True."""
 SIZES = {
     "experts": count("", REQUIRED),
     "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
@@ -80,7 +80,7 @@ PROBLEM = {
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes, and the other options that were given, of a problem.
+    """Return the options that describe a layer: all sizes, and those of the others that the user gave.
 
     Raises:
         ValueError: the operator has no such option.
@@ -241,7 +241,7 @@ def tables(merge: list[Path] | None, out: Path | None) -> None:
 
 
 def _show_tables() -> None:
-    """Print all tables of tuned kernels and where they hold."""
+    """Print all tables of tuned kernels: of each section the GPU, the date and, if it is ignored here, why."""
     if not known.tables():
         places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
         show(f"no tables in {places}; `glulam tune` makes one")

@@ -60,7 +60,7 @@ def _shown(outcome: Outcome, number: int, total: int, out: Any) -> None:
 def validate(device: int, only: list[str] | None, limit: int, jobs: int, out: Path | None) -> None:
     """Compare every function of the bundle with torch in float64 on this GPU, each in a process of its own.
 
-    Where none fails, a stamp says so to later processes: kernels that were never run before then serve without
+    If none fails, a stamp says so to later processes: kernels that were never run before then serve calls without
     GLULAM_ALLOW_UNVALIDATED=1.
     """
     index = gpus.cuda_index("validate", device)

@@ -203,8 +203,9 @@ class _Rows(Exchange):
         return made
 
     def _of_weights(self, phase: str, d_weights: Tensor) -> Tensor:
-        """Return gradients of weights [N, K]: each choice's, summed over ranks; a rank that does not own the expert
-        adds exactly 0.
+        """Return the gradients of this rank's weights [N, K], each summed over the ranks that got the token.
+
+        A rank that does not own the choice's expert adds exactly 0. d_weights: gradients of the received weights.
         """
         row_of = self.sent.row_of
         zeros = d_weights.new_zeros(row_of.numel() + 1, d_weights.shape[1])

@@ -1,6 +1,4 @@
-"""The interface of a transport: dispatch and combine of a layer whose experts are on several ranks, and
-their backward.
-"""
+"""The interface of a transport between ranks: a layer's dispatch and combine, and the backward of both."""
 
 from __future__ import annotations
 
@@ -29,7 +27,10 @@ WHY = {
 
 
 class PeerError(RuntimeError):
-    """Another rank could not do its part; the message names the rank and the operation."""
+    """Raised if another rank failed, refused its arguments, is in another operation, or does not take part in time.
+
+    The message names the rank and the operation.
+    """
 
 
 class Exchange(abc.ABC):
@@ -59,20 +60,23 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send tokens x [N, H], weights and ids [N, K] to the ranks of their experts; return the received x, weights
-        and ids.
+        """Send tokens x [N, H], with weights and ids [N, K] of their choices, to the ranks of their experts.
+
+        Returns the received x, weights and ids.
         """
 
     @abc.abstractmethod
     def forth(self, d_out: Tensor) -> Tensor:
-        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens; return the gradients received
-        here.
+        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens.
+
+        Returns the gradients received here, one row for each received token.
         """
 
     @abc.abstractmethod
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
-        """Send sums to their tokens' ranks; return [N, H], for each own token the sum over all ranks, plus the residual
-        unless None.
+        """Send this rank's results, one sum for each received token, back to the tokens' ranks.
+
+        Returns [N, H]: for each token of this rank, the sums from all ranks added, plus the residual unless None.
         """
 
     @abc.abstractmethod
@@ -80,8 +84,9 @@ class Exchange(abc.ABC):
         """Tell the other ranks, instead of calling `back`, that this rank failed; their combine raises a PeerError."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """Sum the experts' rows y [T, H] by token, and send the sums back; see `back`. here: the Routing of the
-        received tokens.
+        """Sum the experts' rows y [T, H] by token, and send the sums back as `back` does, with its result.
+
+        here: the Routing of the received tokens.
         """
         return self.back(combine(y, here), residual)
 
@@ -106,9 +111,7 @@ class Handle:
 
 
 class Dispatch(torch.autograd.Function):
-    """`Exchange.dispatch` of x [N, H], weights [N, K] and ids as an autograd function; differentiable in x
-    and weights.
-    """
+    """`Exchange.dispatch` as an autograd function, differentiable in x [N, H] and weights [N, K]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:

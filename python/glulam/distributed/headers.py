@@ -25,8 +25,9 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 
 
 class Header(NamedTuple):
-    """One rank's description of an operation, sent to one other rank. All fields except `rows` must be equal on all
-    ranks.
+    """One rank's description of an operation, sent to one other rank.
+
+    All fields except `rows` must be equal on all ranks.
 
     Attributes:
         identity: the number of the ExpertParallel, the same on all its ranks.
@@ -99,7 +100,7 @@ class Headers:
             answers, has_weights: see Header.
 
         Raises:
-            PeerError: a rank refused its tokens, failed, or is in another operation.
+            PeerError: a rank refused its tokens, failed, is in another operation, or sends another dtype or width.
             RuntimeError: two threads used the object.
         """
         self.check()
@@ -138,8 +139,9 @@ class Headers:
     def _exchange(
         self, phase: str, rows: list[int], answers: int, status: str, row_format: tuple[int, int, int]
     ) -> tuple[Header, list[Header]]:
-        """Return this rank's header and the headers from all ranks. row_format: dtype, width and has_weights of
-        the header.
+        """Send a header to each rank; return (this rank's header for rank 0, the headers from all ranks).
+
+        row_format: dtype, width and has_weights of the header.
         """
         self.number += 1
         place, said = (self._identity, self.number, PHASES.index(phase), answers), SAID.index(status)

@@ -77,7 +77,7 @@ def agree(
     Raises:
         ValueError: on every rank, if a rank has other sizes or requests another transport, or if "symmetric" is
             requested and cannot work.
-        PeerError: another rank's options are invalid, or it does not come.
+        PeerError: another rank's options are invalid, or it does not call this within the group's time-out.
     """
     mine = (transport, *map(str, sizes))
     everyone = _gathered(group, (mine, (_host(), _gpu()), secrets.randbits(62), str(error or "")))
@@ -103,7 +103,10 @@ def agree(
 
 
 def _gathered(group: Any, mine: Any) -> list[Any]:
-    """Return `mine` of every rank, in rank order. Raises PeerError if a rank does not come."""
+    """Return `mine` of every rank, in rank order.
+
+    Raises PeerError if a rank does not call this within the group's time-out.
+    """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(everyone, mine, group=group)

@@ -26,23 +26,21 @@ class Owners(NamedTuple):
         return self.first(rank + 1) - self.first(rank)
 
     def spread_of_arrived(self, rank: int, top_k: int) -> int:
-        """Return the number of experts among which the tokens that arrived at `rank` choose, scaled to these tokens.
+        """Return `Routing.world_experts` for the tokens that arrive at `rank`, so that kernels suit the rows expected.
 
-        Kernels are chosen by it (`Routing.world_experts`). Only tokens arrive that have a choice here: of E experts, L
-        of them here, the share of all tokens that arrive is 1 - C(E - L, K) / C(E, K), and the result is E times this
-        share.
+        The result is E times the share of all tokens that arrive, at least L: a token arrives only if one of its K
+        choices is here. With L of E experts here the share is 1 - C(E - L, K) / C(E, K), C the binomial coefficient.
         """
         here, chosen = self.count(rank), math.comb(self.num_experts, top_k)
         share = 1 - math.comb(self.num_experts - here, top_k) / chosen
         return max(here, round(self.num_experts * share))
 
     def spread_in_room(self, tokens: int, most: int) -> int:
-        """Return the number of experts among which tokens choose, scaled to a buffer with room for `most` tokens of
-        each rank.
+        """Return `Routing.world_experts` for a receiving buffer, so that kernels suit the rows expected in it.
 
-        Kernels are chosen by it (`Routing.world_experts`). It assumes that every rank has `tokens`, as this one has,
-        rounded up to a power of two, so that few numbers of tokens need plans of their own. With 0 tokens nothing is
-        known of the other ranks, so `most` is assumed.
+        The buffer has room for `most` tokens of each rank. If each rank sends n tokens, the result is E most / n. As n,
+        this rank's number `tokens` is taken, rounded up to a power of two, so that few numbers of tokens need plans of
+        their own; if it is 0, n = `most`, since nothing is known of the other ranks.
         """
         used = min(1 << (tokens - 1).bit_length(), most) if tokens else most
         return self.num_experts * most // used

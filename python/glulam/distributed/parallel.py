@@ -82,7 +82,7 @@ class ExpertParallel:
 
     Raises:
         ValueError, TypeError: options are invalid, or differ between ranks.
-        PeerError: another rank's options are invalid, or it does not come.
+        PeerError: another rank's options are invalid, or it makes no ExpertParallel within the group's time-out.
         RuntimeError: torch.distributed was not initialised.
     """
 
@@ -179,8 +179,8 @@ class ExpertParallel:
         Raises:
             ValueError, TypeError: an argument is invalid; other ranks get a PeerError.
             GradientNotSupported: x is in MXFP8, and weights requires a gradient; other ranks get a PeerError.
-            PeerError: another rank's arguments are invalid, or in another format than here, or it does not come. With
-                the symmetric transport, an earlier call's error may be raised here.
+            PeerError: another rank's arguments are invalid, or in another format than here, or it does not dispatch in
+                time. With the symmetric transport, an earlier call's error may be raised here.
         """
         return self._dispatch(lambda: self._checked(x, ids, weights), ids, weights)
 
@@ -216,8 +216,9 @@ class ExpertParallel:
         return x_here, here, Handle(exchange, here)
 
     def _spread(self, tokens: int) -> int:
-        """Return over how many experts the choices that arrive here are spread (`Routing.world_experts`), if this rank
-        has `tokens` tokens.
+        """Return `Routing.world_experts` (for the choice of kernels) for the tokens that arrive here.
+
+        tokens: the number of tokens of this rank, by which the other ranks' numbers are estimated.
         """
         if self.transport == Symmetric.name:
             return self.owners.spread_in_room(tokens, self.max_tokens)
@@ -265,7 +266,7 @@ class ExpertParallel:
         Raises:
             ValueError, TypeError: an argument is invalid. Nothing was sent, so the call can be repeated.
             PeerError: another rank failed since the dispatch, is in another operation, sends another dtype or width, or
-                does not come.
+                does not combine in time.
         """
         is_summed = _check_back(y_here, handle, summed, residual)
         return self._combine(y_here, handle, residual, is_summed)
@@ -298,8 +299,8 @@ class ExpertParallel:
             recipe: the experts' recipe, which decides whether tokens are sent in MXFP8.
             experts: function (x_here, routing_here, is_summed) of the experts' results: if is_summed, which is the case
                 with gradients, a sum for each token; else rows, which combine adds on their way back.
-            given: the remaining arguments of the experts, by name, to recognise calls whose arguments were checked
-                before.
+            given: the remaining arguments of the experts, by name: the experts check them only if they differ in kind
+                from those of earlier calls.
             x, routing: the tokens [N, H], and their Routing to all experts.
             residual: [N, H], added to the result; None: nothing is added.
             shared: function that computes the residual from x while rows are on their way; None: `residual` is used.
@@ -441,8 +442,9 @@ def _telling(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _by_sums(x: Tokens) -> bool:
-    """Return True if a layer's experts return sums of tokens: if gradients are recorded, which tokens in MXFP8 do not
-    have.
+    """Return True if a layer's experts must return a sum for each token, not a row for each choice.
+
+    This is so if gradients are recorded; tokens x in MXFP8 have no gradients.
     """
     return torch.is_grad_enabled() and isinstance(x, Tensor)
 

@@ -15,7 +15,7 @@ from .parallel import ExpertParallel
 _NUMBERED = re.compile(
     r"(?P<before>(?:.*\.)?experts\.(?:fc[12]\.(?:weight|bias|weight_scale))?)(?P<number>\d+)(?P<after>.*)"
 )
-"""A pattern of keys of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
+"""Pattern of a key of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
 _PACKED = re.compile(r"(?:.*\.)?experts\..*")
 
 
@@ -25,8 +25,9 @@ def _number_of(key: str) -> tuple[str, int, str] | None:
 
 
 def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return the part of a whole model's state dict that this rank loads: the experts of this rank, and all other
-    tensors.
+    """Return those entries of a whole model's state dict that this rank loads.
+
+    They are the weights of this rank's experts, and all tensors that do not belong to experts.
 
     Args:
         state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked in one tensor or one
@@ -83,8 +84,7 @@ def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> 
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that differ between ranks: those of the experts of layers in `module` that have a
-    `parallel`.
+    """Return the parameters that differ between ranks: the experts' parameters in layers that have a `parallel`.
 
     Gradients of these parameters are complete on their own rank. Gradients of all other parameters must be averaged
     over the group, as DistributedDataParallel does; make it skip the experts by:

@@ -48,7 +48,7 @@ class _Kernels:
 
 
 class Symmetric:
-    """The transport of one rank, among ranks that can access each other's windows.
+    """One rank's side of the transport through windows (`window.Window`: memory that all ranks can access).
 
     All ranks must make the same calls in the same order. A call on another stream than the previous call's waits for
     that stream; during graph capture the caller must order the streams.
@@ -152,8 +152,9 @@ class Symmetric:
 
 @dataclasses.dataclass
 class _Slots(Exchange):
-    """An exchange in fixed slots: a token has the same slot, given by its rank and number, in each window that it is
-    sent to.
+    """An exchange in fixed slots of the ranks' windows.
+
+    A token has the same slot, given by its rank and its number, in each window that it is sent to.
 
     Attributes:
         handle: int64 [1 + W], the operation's number, and the number of tokens of each rank.
@@ -250,7 +251,7 @@ class _Slots(Exchange):
         )  # fmt: skip
 
     def _add(self, residual: Tensor | None) -> Tensor:
-        """Return the received sums, added over ranks in rank order, plus the residual unless None."""
+        """Return [N, H]: for each token, the received sums added in rank order, plus the residual unless None."""
         sums = self.transport.window.sums
         tokens, world = self.sum_rows.shape
         out = sums.new_empty(tokens, sums.shape[1])

@@ -18,7 +18,7 @@ from ..recipes import Recipe
 
 Tokens = Tensor | MXFP8Tensor
 SENT_AS = ("row", "1x128", "plain")
-"""Axis, block and scale layout of tokens in MXFP8: those that FC1's kernels read."""
+"""Axis, block and scale layout of tokens that are sent in MXFP8: FC1's kernels read them like this."""
 WIDE = BLOCK_SIZES["1x128"]
 """H of tokens in MXFP8 must be a multiple of this: a row's scales are then whole 4-byte words, aligned in every row."""
 
@@ -62,20 +62,22 @@ def refuse_gradients(op: str, x: Any, weights: Any) -> None:
 
 
 def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Return True if a layer sends its 16-bit tokens as MXFP8: FC1 reads only MXFP8 rows, and nothing is saved for
-    backward.
+    """Return True if a layer sends its 16-bit tokens in MXFP8.
+
+    It does so if FC1 would quantise them anyway, to the format SENT_AS, and no gradient is recorded, since backward
+    needs 16-bit tokens.
     """
     return recipe.x == BY_128 and not torch.is_grad_enabled() and not hidden_size % WIDE and dtype in SOURCE_DTYPES
 
 
 def in_mxfp8(x: Tensor) -> MXFP8Tensor:
-    """Return x quantised as the forward of recipe "mxfp8" would quantise it on the receiving rank."""
+    """Return x quantised as the layer's forward would quantise it on the receiving rank; see `quantizes`."""
     made: MXFP8Tensor = quantize_mxfp8(x, block=BY_128.block)
     return made
 
 
 def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -> Tokens:
-    """Return MXFP8 tokens in the format that a layer's recipe reads, in which they are sent.
+    """Return MXFP8 tokens as they will be sent: in the format that the layer's recipe reads.
 
     If the recipe reads 16-bit tokens, they are decoded before they are sent: the receiving buffer has room for the
     tokens of all ranks, and decoding all of this buffer would take longer than the transfer.

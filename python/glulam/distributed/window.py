@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 class Window:
-    """A rank's own window.
+    """A rank's own window: memory that all ranks of the host can access, cut into the regions of `windows.REGIONS`.
 
     Args:
         buffer: uint8, `sizes.offsets()[""]` bytes.

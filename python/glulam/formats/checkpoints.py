@@ -14,7 +14,7 @@ from .scaled import SCALE_DTYPE, Scaled, bytes_of_floats, scales_of
 
 OP = "load_experts"
 LISTED = 4
-"""Most names that a message lists."""
+"""A message lists at most this many names."""
 
 
 def load_experts(
@@ -42,8 +42,8 @@ def load_experts(
 
     Returns:
         (w1, w2): FP8BlockTensors, MXFP8Tensors, MXFP4Tensors or NVFP4Tensors [E, 2I, H] and [E, H, I], for glu_layout
-        "concat": the gate's rows before the up-projection's. Their `recipe` names a recipe that takes them. An
-            NVFP4 w1 has a global scale [E], or [E, 2] if the two halves have different ones.
+            "concat": the gate's rows before the up-projection's. Their `recipe` names a recipe that takes them. An
+            NVFP4 w1 has global scales [E], or [E, 2] if those of the two halves differ.
 
     Raises:
         ValueError: there are no experts at the prefix, an expert or a part is missing, names of several formats are
@@ -284,9 +284,9 @@ def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], 
 
 
 def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
-    """Allocate one part (data, scales or global scale) for all experts.
+    """Return memory for one part (data, scales or global scale) of all experts.
 
-    A global scale is a scalar here, whether stored as [] or [1].
+    A global scale takes one number for each expert and projection, whether it is stored as [] or [1].
 
     Args:
         shape: (experts, projections).
@@ -339,7 +339,10 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
 
 def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
-    """Return a tensor of the dialect's format from parts [E, halves, ...], where halves are its projections."""
+    """Return the weight, a tensor of the dialect's format, made from its parts [E, P, ...].
+
+    P is the number of projections whose rows the weight has: 2 for a w1, 1 for a w2.
+    """
     data, scale, *others = wholes
     kind, has_halves = dialect.form.kind, data.shape[1] > 1
     is_by_row = dialect.block[0] == 1

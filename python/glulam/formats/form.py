@@ -1,6 +1,6 @@
 """Forms: the layouts in which kernels read weights, and the conversion of callers' weights to them.
 
-There is a class for each format. A weight is passed as `scaled.Parts`: data, scales, and in some formats a third
+Each layout is a subclass of `Form`. A weight is passed as `scaled.Parts`: data, scales, and in some formats a third
 tensor. Kernels read some formats' tensors directly; other weights (16-bit ones, or another layout) are first prepared,
 that is, converted.
 """
@@ -22,13 +22,13 @@ class Form:
 
     Attributes:
         name: the form's name; also the `Scaled.reads_as` of tensors that kernels read without preparation.
-        kind: the tensor class that callers hold.
-        classes: all tensor classes accepted, besides weights in 16 bits.
+        kind: the class of the quantised tensors in this format.
+        classes: all classes of quantised tensors that are accepted, besides weights in 16 bits.
         multiple: K must be a multiple of this.
         block: elements of a row that share a scale.
         elements: elements in one entry of `kind`'s data.
         quantize: function that makes a `kind` from one or several matrices in 16 bits or float32.
-        ready_as: the dtype of data and the number of dimensions of scales in parts that kernels can read.
+        ready_as: (dtype of data, number of dimensions of scale) of parts that kernels can read without preparation.
     """
 
     name: ClassVar[str]
@@ -48,7 +48,7 @@ class Form:
         return parts.scale is not None and (parts.data.dtype, parts.scale.dim()) == self.ready_as
 
     def has_values(self, parts: Parts) -> bool:
-        """Return True if `values`, which the CPU reference uses, can read these parts."""
+        """Return True if the method `values`, by which the CPU reference dequantises, can read these parts."""
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
@@ -61,16 +61,17 @@ class Form:
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form for quantising a gated 16-bit w1, whose gate rows precede its up-projection rows; by default
-        this form.
+        """Return the form for quantising a gated 16-bit w1 whose gate rows precede its up-projection rows.
+
+        By default this is the form itself.
 
         Args:
-            num_rows: rows of w1 (2I).
+            num_rows: the number of w1's rows, 2I.
         """
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
-        """Raise ValueError or TypeError if scales or the third part do not fit a weight of this shape.
+        """Raise ValueError or TypeError if the scales or the third tensor do not fit a weight of this shape.
 
         Args:
             op, name: the operator and the argument, for messages.
@@ -130,7 +131,7 @@ class Form:
         return made(*[part for part in self.quantized(w) if part is not None])
 
     def parts_of(self, op: str, name: str, w: Any, recipe: str) -> Parts:
-        """Return the parts of argument `w`; those of a weight in 16 bits are data only.
+        """Return argument `w` as Parts; for a weight in 16 bits, Parts with data only.
 
         Args:
             op, name, recipe: the operator, the argument and the recipe, for messages.
@@ -161,7 +162,7 @@ class Form:
     def check_dtype(self, op: str, name: str, parts: Parts, dtype: torch.dtype, recipe: str) -> None:
         """Raise TypeError if `dtype`, the dtype of parts.data, is wrong.
 
-        It must be one of the format's, or, if the weight still must be quantised, one of SOURCE_DTYPES.
+        It must be one of the format's data dtypes, or, if the weight must still be quantised, one of SOURCE_DTYPES.
         """
         valid = SOURCE_DTYPES if parts.scale is None else self.kind.data_dtypes
         if dtype not in valid:
@@ -170,5 +171,5 @@ class Form:
 
 
 def _with_article(kind: type) -> str:
-    """Return a class name with its article; an abbreviation is spelled out: an MXFP8Tensor."""
+    """Return a class's name after "a" or "an", as it is read aloud: "an MXFP8Tensor", "a FoldedWeight"."""
     return f"{'an' if kind.__name__[1].isupper() else 'a'} {kind.__name__}"

@@ -15,7 +15,10 @@ Kind = TypeVar("Kind", bound="FourBits")
 
 
 class FourBits(Stored):
-    """A matrix [N, K], or a batch of them, of E2M1 elements, two a byte, with a scale for each block of a row."""
+    """Base of the classes of 4-bit tensors: E2M1 elements, two a byte, with a scale for each block of a row.
+
+    A tensor is a matrix [N, K], or a batch of matrices.
+    """
 
     data_dtypes = (torch.uint8, WORD_DTYPE)
     block: ClassVar[int]
@@ -62,7 +65,8 @@ class FourBits(Stored):
         """Reorder data in place into the words that kernels read; do nothing if it is prepared already. Returns self.
 
         Operators take a tensor in either order, but for an unprepared tensor they make and keep a prepared copy. Other
-        views of the same memory, as blocks of a checkpoint or a slice, are not updated: their values change.
+        tensors in the same memory, such as a checkpoint's blocks or a slice, still read it in the old order, so their
+        values become wrong.
 
         Raises:
             ValueError: data is not contiguous.

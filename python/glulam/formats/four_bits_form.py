@@ -1,4 +1,4 @@
-"""Forms of weights with 4-bit elements: kernels read words of eight elements, and unchanged scales."""
+"""Base of the kernels' layouts (`form.Form`) of 4-bit weights: data are int32 words of eight elements."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .words import WORD_DTYPE, elements_of, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Words(Form):
-    """The form of 4-bit weights whose data kernels read as int32 words of eight elements; scales are read unchanged.
+    """The layout in which kernels read 4-bit weights: data as int32 words of eight elements, scales unchanged.
 
-    The CPU reference also reads the bytes of weights that were not prepared.
+    The CPU reference also reads weights that were not prepared, whose data are bytes of two elements.
     """
 
     kind: ClassVar[type[FourBits]]

@@ -23,7 +23,12 @@ from .scaled import Parts
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as parts in some form. Indexed by an expert's number, it gives that expert's weight in float32."""
+    """A weight for the CPU reference; indexed by an expert's number, it gives that expert's weight in float32.
+
+    Attributes:
+        form: the format and layout of `parts`.
+        parts: the weight's tensors.
+    """
 
     form: Form
     parts: Parts
@@ -37,7 +42,7 @@ def rounded(values: Tensor, rows: Any) -> Tensor:
     """Return `values` rounded as kernels round rows before multiplying them.
 
     Args:
-        rows: a recipe's `x` or `activation`. None: no rounding.
+        rows: the rows' format, a recipe's `x` or `activation`. None: no rounding.
     """
     return values if rows is None else rows.rounded(values)
 
@@ -55,7 +60,7 @@ def grouped_mlp(
         weights: w1 and w2.
         ends: each group's end.
         biases: b1 and b2.
-        Others: see `reference.grouped_mlp`.
+        row_scale, function, out, preact: see `reference.grouped_mlp`.
     """
     data, scale = x
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))

@@ -1,25 +1,26 @@
-"""Cache of weights prepared for the kernels of a recipe, so that each version of a weight is prepared only once.
+"""Process-wide cache of prepared weights: weights converted to the layout that a recipe's kernels read.
 
-The cache is process-wide, and its keys are a weight's addresses and version counters, which torch's in-place operations
-advance (load_state_dict is one). Views of a weight share both, so a new view, as a module or torch.compile may pass at
-each call, is not prepared again. A prepared weight is freed when the original's memory is freed.
+Each version of a weight is prepared only once. A version is known by the addresses of the weight's tensors and by their
+version counters, which torch's in-place operations advance (load_state_dict is one). Views of a weight share both, so
+a new view, as a module or torch.compile may pass at each call, is not prepared again. A prepared weight is freed when
+the original's memory is freed.
 
-Optimizers may leave the counter as it is: torch's fused ones do, and so do those that copy into parameters through
-`.data`, as sharded ones. So the step of any torch.optim.Optimizer makes a new version of every weight that requires a
+Some optimizers do not advance the counter: torch's fused ones, and those that copy into parameters through `.data`, as
+sharded ones do. So each step of any torch.optim.Optimizer counts as a new version of every weight that requires a
 gradient.
 
 Other writes through `.data` (averaged weights, weights sent by a trainer), and writes to an inference tensor, which has
 no version, are detected by a sample: before each use outside of graphs and of training, SAMPLED elements from all over
 a weight are compared with their values when it was prepared. On a GPU the host waits for the comparison, and so for all
-work that the stream has queued; there only Parameters and inference tensors are compared, since other tensors are
-written in ways that advance their version. After a write that leaves the sampled elements unchanged, call
+work that the stream has queued; on a GPU, therefore, only Parameters and inference tensors are compared, since other
+tensors are written in ways that advance their version. After a write that leaves the sampled elements unchanged, call
 `refresh_weights`.
 
-CUDA graphs. A replay runs no Python, so no version is looked at. A weight that is not trained is prepared before the
-capture, and the graph keeps using the prepared weight. A weight that is trained changes between replays, or within
-them if the graph holds the optimizer's step. So the graph itself prepares it, into memory of its own: once for each
-version that the capture sees, so that all micro-batches of a step share the prepared weight. Replays do not advance
-versions, either. So after such a capture the weight is prepared for every call outside of graphs.
+CUDA graphs. A replay runs no Python, so it cannot see that a weight has a new version. A weight that is not trained is
+prepared before the capture, and the graph keeps using the prepared weight. A weight that is trained changes between
+replays, or within them if the graph holds the optimizer's step. So the graph itself prepares it, into memory of its
+own: once for each version that the capture sees, so that all micro-batches of a step share the prepared weight. A
+replay does not advance versions, either. So after such a capture every call outside of graphs prepares the weight anew.
 """
 
 from __future__ import annotations
@@ -40,22 +41,24 @@ from .form import Form
 from .scaled import Parts
 
 SAMPLED = 4096
-"""Number of a weight's elements that are compared before its prepared form is used again."""
+"""About how many elements of a weight are compared with their earlier values before its prepared copy is used again."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Entry:
-    """One version of a weight, prepared.
+    """The prepared copy of one version of a weight, with all that identifies this version.
 
     Attributes:
-        like, versions: shapes and dtypes, and version counters, of the weight's tensors.
-        prepared: the prepared parts.
-        capture: the CUDA graph capture that prepared it. None: it was prepared outside of captures.
+        like: shapes and dtypes of the weight's tensors.
+        versions: version counters of the weight's tensors.
+        prepared: the prepared copy, as Parts.
+        capture: the CUDA graph capture that prepared the weight. None: it was prepared outside of captures.
         index: the GPU's index. None: on the CPU.
         trains: the weight was at some time seen to require a gradient.
-        step: value of `steps` when it was prepared.
-        streams: raw streams that may read it; other streams wait for the event `ready` first.
-        sample: sampled elements of the weight. None: it was prepared in training, or by a graph.
+        step: value of `steps` when the weight was prepared.
+        streams: handles of the CUDA streams that may read `prepared`; any other stream waits for the event `ready`
+            first.
+        sample: the weight's sampled elements when it was prepared. None: it was prepared in training, or by a graph.
     """
 
     __slots__ = (
@@ -89,17 +92,21 @@ class _Entry:
         return self.like == _like(tensors) and self.versions == [_version(tensor) for tensor in tensors]
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the weight equals its sample, or need not be compared with it (`_is_compared`).
+        """Return True if the weight's sampled elements have the values that they had when it was prepared.
 
-        Call `use` before, so that the current stream may read the sample. A weight prepared in training has no sample:
-        False.
+        The comparison is skipped, with result True, for tensors whose writes all advance their version counter
+        (`_is_compared`). A weight that was prepared in training has no stored sample: False. Call `use` first, which
+        makes the current stream wait until it may read the stored sample.
         """
         if self.sample is None:  # prepared in training
             return False
         return not _is_compared(tensors) or torch.equal(self.sample, sample_of(tensors))
 
     def use(self) -> Parts:
-        """Return the prepared parts, ready for the current stream, and kept alive until the stream's work is done."""
+        """Return the prepared parts, for kernels on the current stream.
+
+        The stream waits until the parts are written, and their memory is not reused before the stream has read them.
+        """
         stream = self._stream()
         if stream in self.streams:
             return self.prepared
@@ -124,14 +131,15 @@ register_optimizer_step_post_hook(_note_step)
 
 
 class _Weight:
-    """Cache entry of one weight, with its prepared versions.
+    """The cache's record of one weight: its prepared copies, one for each form (`Form`, the layout for kernels).
 
     Attributes:
-        entries: by form, the entry for eager calls.
-        in_graphs: by form, the entry that the last capture made.
+        entries: for each form, the copy that calls outside of graphs use.
+        in_graphs: for each form, the copy that the last graph capture made.
         memory: weak references to the storages of the weight's tensors; when one is freed, this object is dropped.
         trained_by_graph: a captured graph prepares the weight, so replays may have changed it.
-        trains: an entry was seen to be trained, before it was removed to prepare the next version, which may fail.
+        trains: a copy that was removed, to prepare the next version, had seen the weight require a gradient. It is kept
+            here because preparing the next version may fail.
     """
 
     __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph", "trains")
@@ -143,10 +151,9 @@ class _Weight:
         self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if these tensors lie in the storages that were prepared.
+        """Return True if these tensors lie in the same storages as the tensors for which this record was made.
 
-        Equal addresses do not suffice: a storage that was freed and allocated again, as FSDP does, may lie where
-        another did.
+        Equal addresses do not suffice: after a storage was freed, as FSDP does, another may be allocated at its place.
         """
         return all(memory() is one.untyped_storage() for memory, one in zip(self.memory, tensors, strict=True))
 
@@ -155,7 +162,7 @@ class PreparedWeights:
     """The prepared weights of this process; see the module's docstring.
 
     A weight is passed as `Parts`: data [E, N, K], or a list of E tensors [N, K], in 16 bits or float32; or data and
-    scales in some format. `form` is the form in which it will be read.
+    scales in a quantised format. `form` is the layout (`Form`) in which kernels will read the weight.
     """
 
     def __init__(self) -> None:
@@ -183,10 +190,10 @@ class PreparedWeights:
     def find(self, form: Form, parts: Parts, trained: bool = False) -> Parts | None:
         """Return the prepared parts of this version of a weight, ready for the current stream; None if there are none.
 
-        The weight is compared with its sample, see the module's docstring.
+        A weight whose sampled elements have changed has no prepared parts (see the module's docstring).
 
         Args:
-            trained: a gradient is being recorded; the weight is not compared with its sample.
+            trained: a gradient is being recorded; the sampled elements are then not compared.
         """
         tensors = _tensors(parts)
         weight = self._weights.get(tuple(map(Tensor.data_ptr, tensors)))
@@ -206,9 +213,9 @@ class PreparedWeights:
         """Return the prepared parts of this version of a weight as `find` does; prepare them now if there are none.
 
         Args:
-            trained: a gradient is being recorded, and training changes the weight. Then folding is not checked for the
-                change of values, which would make the host wait; and a graph that is being captured prepares the weight
-                at every replay.
+            trained: a gradient is being recorded, and training changes the weight. Then no FoldError is raised for a
+                weight that folding changes too much, since the check would make the host wait; and a graph that is
+                being captured prepares the weight at every replay.
 
         Raises:
             FoldError, ValueError, TypeError: see `prepare_mxfp8_weight`.
@@ -241,10 +248,9 @@ class PreparedWeights:
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:
-        """Return the prepared parts (data, scales) of this version of a weight, which the graph being captured
-        prepares.
+        """Return the prepared parts (data, scales) of a weight that the graph being captured prepares at each replay.
 
-        The first use in a capture records this work.
+        The first use of a version in a capture records the preparation; further uses of this version share its result.
         """
         tensors, capture = _tensors(parts), gpus.capture_id()
         weight = self._weight(tensors)
@@ -256,9 +262,10 @@ class PreparedWeights:
         return found.use()
 
     def _weight(self, tensors: Sequence[Tensor]) -> _Weight:
-        """Return the record of a weight, a new one if there is none.
+        """Return the record of the weight with these tensors, a new one if there is none.
 
-        The record is dropped when the memory of one of the tensors is freed, since that may hold anything from then on.
+        The record is dropped when the memory of one of the tensors is freed, since other data may lie there from then
+        on.
         """
         addresses, weights = tuple(map(Tensor.data_ptr, tensors)), self._weights
         with self._lock:
@@ -275,10 +282,11 @@ PREPARED = PreparedWeights()
 def refresh_weights(*weights: Any) -> None:
     """Drop prepared weights from the cache, so that each weight is prepared again at its next use.
 
-    Operators detect almost every write to a weight by themselves: in-place operations, steps of optimizers, and, by
-    comparing a sample of the elements, writes through `.data`; on a GPU the last only of Parameters and inference
-    tensors. Call this after a write through `.data` that changes only a few elements, or that changes another tensor on
-    a GPU. CUDA graphs that were captured before keep the weights of their capture.
+    Operators detect almost every write to a weight by themselves: all in-place operations and steps of optimizers, and
+    writes through `.data`, for which they compare a sample of the elements. On a GPU they compare the samples only of
+    Parameters and inference tensors. So call this after a write through `.data` that changes only a few elements, and
+    on a GPU also after a write through `.data` to any other kind of tensor. CUDA graphs that were captured before keep
+    the weights of their capture.
 
     Args:
         weights: tensors, lists of tensors, or modules, with all their parameters and buffers. No arguments: all
@@ -306,16 +314,19 @@ def _all_tensors(weight: Any) -> Iterator[Tensor]:
 
 
 def _is_compared(tensors: Sequence[Tensor]) -> bool:
-    """Return True if the weight is to be compared with its sample.
+    """Return True if the sampled elements of a weight with these tensors must be compared.
 
-    This is so if writes to one of these tensors may leave its version counter unchanged (Parameters, inference
+    They must be if a write to one of the tensors may leave its version counter unchanged (Parameters, inference
     tensors), or if one is on the CPU, where comparing needs no synchronisation.
     """
     return any(isinstance(one, torch.nn.Parameter) or one.is_inference() or not one.is_cuda for one in tensors)
 
 
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bits of about SAMPLED elements, evenly spaced over all tensors; as int32 if dtypes differ in size."""
+    """Return about SAMPLED elements, evenly spaced over all tensors: their bits as integers of the dtype's size.
+
+    If the tensors' dtypes differ in size, the integers are int32.
+    """
     each = max(1, SAMPLED // len(tensors))
     parts = []
     for tensor in tensors:
@@ -339,7 +350,7 @@ def _tensors(parts: Parts) -> list[Tensor]:
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return shapes and dtypes of a weight's tensors; for a list, of its first and its last tensor."""
+    """Return the shapes and dtypes of the first and the last of a weight's tensors."""
     first, last = tensors[0], tensors[-1]
     return first.shape, first.dtype, last.shape, last.dtype
 

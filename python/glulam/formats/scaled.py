@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     Attributes:
         data: elements, or a whole weight in 16 bits that must still be prepared.
         scale: scales of blocks; None: the weight is in 16 bits.
-        global_scale: the third part, if the format has one: global scales of experts, or powers of two of rows.
+        global_scale: the third tensor, if the format has one: global scales of experts, or a power of two for each row.
     """
 
     data: Any
@@ -85,10 +85,10 @@ class Scaled:
     """The result of `form_name()`. Each instance has `reads_as` and `parts` as attributes, not as dataclass fields."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
-    """Name of a recipe that takes this class; `weight_only`: the recipe that decodes it for rows in 16 bits, if any."""
+    """Name of a recipe that takes this class. `weight_only`: the recipe with which grouped_mm decodes this class."""
     weight_only: ClassVar[str] = "mxfp8_weight_only"
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
-    """Dtypes of data; bytes read from a file are viewed as the first."""
+    """The dtypes that data may have; bytes read from a file are viewed as the first of them."""
     scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE
     names: ClassVar[tuple[str, ...]]
     """Names of the fields that are tensors."""
@@ -116,7 +116,7 @@ class Scaled:
 
     @classmethod
     def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
-        """Return the values of the fields in `form` from their JSON."""
+        """Return the values of the fields that are not tensors, made from their JSON in an exported program."""
         return tuple(form)
 
     def form_name(self) -> str:
@@ -132,7 +132,7 @@ class Scaled:
         return [getattr(self, name) for name in self.names]
 
     def in_16_bits(self, name: str) -> str:
-        """Return the expression, for messages, that gives argument `name` in 16 bits."""
+        """Return, for messages, the Python expression that dequantises argument `name` to 16 bits."""
         return f"{name}.dequantize(torch.bfloat16)"
 
     def _flat(self) -> tuple[list[Any], Any]:

@@ -41,7 +41,7 @@ def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> 
 def divided(x: Tensor, number: float) -> Tensor:
     """Return x / number, rounded once.
 
-    Dividing by a Python number, torch's GPU operators multiply by its reciprocal. So x is divided by a tensor here, and
-    torch divides as the CPU and the kernels do.
+    If the divisor is a Python number, torch's GPU operators multiply by its reciprocal instead. Here the divisor is a
+    tensor, so torch divides as the CPU and the kernels do.
     """
     return x / torch.full_like(x, number)

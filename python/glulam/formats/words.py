@@ -3,7 +3,8 @@
 A block of 32 elements is four words. Word j holds elements 2j and 2j + 1 of every eight elements of the block. Such a
 pair is one byte of a checkpoint, and becomes one register of two bfloat16 numbers in a kernel, the even element in the
 lower half: bits 15 and 8 to 6 of a bfloat16 number are the element's sign and its three other bits. A word's bits are
-ordered so that its four pairs are these, after all other bits of the register are masked away (shifts fill with zeros):
+ordered so that these expressions make the registers of its four pairs, after all other bits of a register are masked
+away (shifts fill with zeros):
 
     pair 0   word                        pair 2   (word >> 4) ^ (word rotated left by 10)
     pair 1   word << 4                   pair 3   (word >> 4) ^ (word << 6)

@@ -1,7 +1,8 @@
-"""Functions of torch.cuda that the host path needs, each bound once.
+"""Questions about GPUs, streams, captures and traces, and the choice of the architecture whose kernels serve a GPU.
 
-Three of these are called on every launch, where the public wrappers (`torch.cuda.current_stream()`: 1 us) would cost
-more than the rest of the call; the wrappers are the fallback if a private name moves.
+`raw_stream`, `current` and `is_capturing` are asked at each call, where torch's public functions
+(`torch.cuda.current_stream()`: 1 us) would cost more than the rest of the call. They are torch's private functions; if
+such a name is missing, the public function is used.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def _raw_stream(index: int) -> int:
 
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
-"""The handle of torch's current stream on a device; 0 is the legacy default stream."""
+"""Called with a device's index: returns the handle of torch's current stream there; 0 is the legacy default stream."""
 
 current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""The index of the current device."""
+"""Returns the index of the current device."""
 
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
@@ -161,9 +162,8 @@ def state_of(arch: str, gpu: str) -> str:
 
 
 def is_untried(arch: str, gpu: str) -> bool:
-    """Return True if an architecture is native (an "a" suffix: features of one capability) and never run on a GPU.
-
-    Never run: neither our tests nor `glulam validate` on this machine's GPU of that name have passed.
+    """Return True if an architecture's name ends in "a" (kernels for one compute capability alone), and neither our
+    tests nor `glulam validate` on this machine passed with its kernels on a GPU of this name.
     """
     return arch.endswith("a") and state_of(arch, gpu) == NEVER_RUN
 
@@ -213,10 +213,8 @@ def arch_of(device: tuple[int, int], gpu: str) -> str | None:
 
 
 def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
-    """Return the best architecture for a GPU if it was skipped, for `arch`, because its kernels are untried; otherwise
-    "".
-
-    It is "" also if GLULAM_ARCH chose `arch`.
+    """Return the best architecture for a GPU if `arch` serves in its place because the best one's kernels are untried;
+    otherwise "", also if GLULAM_ARCH chose `arch`.
     """
     best = serving(device)[0]
     if best == arch or os.environ.get(ENV_ARCH):

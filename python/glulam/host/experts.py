@@ -39,7 +39,7 @@ _kept_for_graphs: dict[int, tuple[Any, ...]] = {}
 
 
 class GateUp(NamedTuple):
-    """w1 of an activation with a gate in two tensors, neither of which is copied: h = [x gate_e^T, x up_e^T] + b1_e.
+    """w1 as two tensors, for an activation with a gate; neither is copied: h = [x gate_e^T, x up_e^T] + b1_e.
 
     A GateUp replaces w1 [E, 2I, H] of glu_layout "concat", in 16-bit recipes; biases and preactivations have both
     halves.
@@ -147,7 +147,7 @@ class Table:
 
 
 def _forget(table: weakref.ref[Table]) -> None:
-    """Reset the checked tensors of a table, of which one has died: its memory may hold anything from now on."""
+    """Set a table's `checked` to None: one of the checked tensors has died, so its memory may hold anything now."""
     if (found := table()) is not None:
         found.checked = None
 

@@ -1,4 +1,6 @@
-"""Group sizes as they are given: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
+"""Group sizes as callers pass them: `offs` (cumulative ends) on the device, or `splits` (row counts) on the device or
+in host memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ REACH_NO_RESULT for operators that only sum over rows.
 
 
 class _Grouped(NamedTuple):
-    """An operator's entry; see `declare`."""
+    """The arguments `leads` and `after_groups` of `declare` for one operator."""
 
     leads: str
     after_groups: str
@@ -110,7 +112,9 @@ def code_of(groups: Tensor, is_offs: bool) -> int:
 
 
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
-    """Return the end row of each group, checked, on the host; sizes on the device are copied, which waits.
+    """Check the group sizes, and return the end row of each group as a list of integers.
+
+    Sizes on the device are copied to the host, which waits for the device.
 
     If the groups end before `rows`, this warns once: such offs are allowed, but are often a mistake. Groups of a
     Routing never warn.

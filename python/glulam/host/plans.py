@@ -37,7 +37,7 @@ MAX_ALIKE = 4
 after the other.
 """
 PATIENCE = 64
-"""Number of calls that match no guard of a full group before new plans replace the group."""
+"""Number of calls that match no guard of a full group (MAX_ALIKE guards) before a new guard replaces the group."""
 
 # Private: should it move, every plan is found by its key.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -57,7 +57,7 @@ def unplanned() -> bool:
 
 
 UNPLANNED = "is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()"
-"""The expression of `unplanned` as Python source, which fronts contain to save the call."""
+"""The expression of `unplanned` as Python source. Operators' generated functions contain it instead of a call."""
 
 
 def described(value: Any) -> Hashable:
@@ -177,12 +177,12 @@ class Plans(Generic[PlanType]):
     ) -> None:
         """Remember that a call passed all checks, for `find_resizable` of calls that differ from it only in rows.
 
-        If other tensors happen to have a dimension of that size, nothing is remembered.
+        If the shape of another tensor happens to begin with the same sizes, nothing is remembered.
 
         Args:
             key: the call's key.
-            lead: the sizes of the rows' dimensions, with which the shapes of tensors with rows begin.
-            count: the number of these tensors, without those in `any_rows`.
+            lead: the sizes of the dimensions that count rows, with which the shapes of tensors of rows begin.
+            count: the number of tensors of rows, without those in `any_rows`.
             found: what `find_resizable` returns for such calls.
             any_rows: indices, among the call's tensors, of those that may have any number of rows.
         """

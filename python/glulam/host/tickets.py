@@ -56,7 +56,7 @@ class _OfGraphs(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Numbers of kept counters.
+    """Numbers of streams that have ticket counters, and the memory of the counters for captures.
 
     Attributes:
         streams: streams for which the calling thread has counters.
@@ -76,7 +76,7 @@ _lock = threading.Lock()
 
 
 def stats() -> Stats:
-    """Return the numbers of counters that are kept."""
+    """Return the `Stats` of the calling thread's streams and of all captures."""
     of_graphs = {index: counters.memory for index, counters in _of_graphs.items()}
     return Stats(len(_kept.eager), len(_kept.captured), of_graphs)
 

@@ -90,15 +90,15 @@ class MatrixLayouts:
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
     def view(self, buffer: Tensor) -> Several:
-        """Return the parts in a buffer, matrices in the type that kernels take."""
+        """Return a value for each part that lies in `buffer`: a matrix in the type that kernels take, or an address."""
         return self._placed(buffer, MatrixLayout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
-        """Return the parts in a buffer, matrices as tensors."""
+        """Return a value for each part that lies in `buffer`: a matrix as a tensor, or the address of a raw piece."""
         return self._placed(buffer, MatrixLayout.tensor)
 
     def _placed(self, buffer: Tensor, matrix: Callable[[MatrixLayout, Tensor, int], Any]) -> Several:
-        """Return the parts in a buffer, matrices as `matrix` makes them."""
+        """Return a value for each part that lies in `buffer`: the result of `matrix`, or the address of a raw piece."""
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 
@@ -126,7 +126,7 @@ class Stats(NamedTuple):
 
 
 def stats() -> Stats:
-    """Return what the calling thread keeps."""
+    """Return the `Stats` of the calling thread."""
     return Stats(dict(_kept.buffers), len(_kept.views))
 
 
@@ -137,7 +137,8 @@ def forget() -> None:
 
 
 def take(layout: MatrixLayout | MatrixLayouts) -> Any:
-    """Return a matrix, or the parts of a `MatrixLayouts`, uninitialised.
+    """Return scratch memory for the current stream, uninitialised: a matrix, or a value for each part of a
+    `MatrixLayouts` (`Several`).
 
     The memory is the caller's until its work on the current stream is done.
     """

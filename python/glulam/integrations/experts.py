@@ -16,9 +16,9 @@ from ..recipes import Recipe
 NAME = "glulam"
 """The name of the experts implementation in transformers."""
 _, SCALE, _ = SUFFIXES
-"""Suffixes of the names of a weight's parts; SCALE makes the name of its scales."""
+"""SCALE: the suffix that turns a weight's name into the name of its scales."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-"""Attributes that transformers' ExpertsInterface sets on a class of experts."""
+"""Attributes that transformers' ExpertsInterface sets on a class of experts, by which such a class is recognised."""
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -62,8 +62,9 @@ def _read(
     experts: Any, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any, _unexpected: Any,
     errors: list[str],
 ) -> None:  # fmt: skip
-    """Hook before load_state_dict: view 8-bit floats as bytes, since copy_ would convert their values. Other dtypes are
-    errors.
+    """Hook before load_state_dict: view a quantised weight's 8-bit floats as bytes, like the buffers.
+
+    Without it copy_ would convert their values to integers. An entry of another dtype is an error; the buffer is kept.
     """
     kind = experts.glulam_recipe.weights.kind
     for name in weight_names(experts):

@@ -34,7 +34,7 @@ def _widened(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _of_rows(data: Tensor, scale: Tensor) -> Tensor:
-    """Return one scale for each 32 elements of a row, made from scales of 32 x 32 blocks.
+    """Return one scale for each 32 elements of a weight row, made from scales of 32 x 32 blocks.
 
     The scales are bytes, since Python's pickle cannot restore 8-bit floats.
     """
@@ -69,7 +69,7 @@ class Fp8(NamedTuple):
     """Description of an FP8Experts module's weights, to recognise later changes.
 
     Attributes:
-        device, dtype: of the weights when the module's plan was made.
+        device, dtype: device and dtype of the weights when the module's plan (`transformers.Plan`) was made.
         block, scale_dtype: block size and dtype of scales, the module's key in SERVED.
     """
 

@@ -36,7 +36,7 @@ KNOWN_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 LAYERS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
 """Names of the two layers in nn.GroupedMLP, and in Megatron's MLP."""
 SHARDED = {"fc1": {"weight": 0, "bias": 0}, "fc2": {"weight": 1}}
-"""For each layer's tensors, the dimension of one expert's tensor along which tensor parallelism splits it."""
+"""For each layer's tensors, the dimension that tensor parallelism splits, in the tensor of one expert."""
 UNSUPPORTED = (
     "fp8", "fp4", "moe_latent_size", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_paged_stash",
 )  # fmt: skip
@@ -90,8 +90,9 @@ class GlulamMLP(MegatronModule):
         self.register_load_state_dict_pre_hook(_from_megatron)
 
     def _initialise(self) -> None:
-        """Initialise like Megatron's linear layers: expert by expert; on a CPU each shard is cut from a whole weight;
-        biases are 0.
+        """Initialise weights expert by expert, like Megatron's linear layers, and biases with 0.
+
+        On a CPU each shard is cut from a whole weight.
         """
         config, inner = self.config, self.config.moe_ffn_hidden_size
         methods = {"fc1": config.init_method, "fc2": config.output_layer_init_method}
@@ -153,9 +154,7 @@ class GlulamMLP(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state dict that a SequentialMLP would have. Local experts get their numbers among all
-        ranks' experts.
-        """
+        """Return the sharded state dict that a SequentialMLP would have, with experts numbered over all ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         singleton = metadata.get("singleton_local_shards", False)
         total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
@@ -213,7 +212,7 @@ def _activation_of(config: Any) -> Activation:
 
 
 def _names(module: GlulamMLP, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (name in nn.GroupedMLP, unpacked; name in Megatron) for each parameter of each expert."""
+    """Yield (key in an nn.GroupedMLP that is not packed, key in Megatron) for each parameter of each expert."""
     for layer, theirs in LAYERS.items():
         for kind in ("weight", "bias"):
             for expert in range(module.num_local_experts):
@@ -233,7 +232,10 @@ def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename Megatron's entries of a state dict to unpacked entries; nn.GroupedMLP then packs them if necessary."""
+    """Rename a Megatron state dict's entries to those of an nn.GroupedMLP with one parameter for each expert.
+
+    If the module is packed, nn.GroupedMLP packs them when it loads them.
+    """
     for ours, theirs in _names(module, prefix):
         if theirs in state:
             state[ours] = state.pop(theirs)

@@ -31,7 +31,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the names of a weight's elements and scales in a checkpoint."""
 DTYPES = {BLOCKS: (torch.uint8,), SCALES: SCALE_DTYPES}
 DTYPE_PLAN = "_get_dtype_plan"
-"""A model's method: returns the dtypes to which transformers converts a checkpoint's tensors, by name pattern."""
+"""Name of a model's method: it returns, by name pattern, dtypes to which transformers converts loaded tensors."""
 
 
 _replaced: Any = None
@@ -39,8 +39,9 @@ _replaced: Any = None
 
 
 def use(as_shipped: bool) -> None:
-    """Make transformers load MXFP4 checkpoints with this file's quantizer; as_shipped False: with the previously
-    registered one.
+    """Make transformers load MXFP4 checkpoints with this file's quantizer.
+
+    as_shipped False: with the quantizer that was registered before this file's.
     """
     global _replaced
     found = AUTO_QUANTIZER_MAPPING[METHOD]
@@ -51,8 +52,9 @@ def use(as_shipped: bool) -> None:
 
 
 def _quantizer(config: Any, **options: Any) -> HfQuantizer:
-    """Return this file's quantizer; or the previous one, if 16-bit weights are requested or are all that the checkpoint
-    has.
+    """Return this file's quantizer, or the one that was registered before it.
+
+    The one before serves if 16-bit weights are requested, or if the checkpoint itself has 16-bit weights.
     """
     is_others = config.dequantize or not options.get("pre_quantized", True)
     made: HfQuantizer = (_replaced if is_others else AsShipped)(config, **options)

@@ -1,7 +1,7 @@
 """Reading PEFT's adapters of experts, `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, for `lora=`.
 
 During a forward, PEFT's ParamWrapper registers a parametrization of the experts' parameter that computes the sum W +
-scale lhs rhs for all experts. This file reads lhs and rhs instead, so that no second weight is kept for backward.
+scale lhs rhs for all experts. This file reads W, lhs and rhs instead, so no sum is kept for backward.
 (torch calls a parametrization once when it is registered, to look at its result.)
 """
 
@@ -26,8 +26,8 @@ def is_parametrized(experts: Any) -> bool:
 def weights_and_lora(experts: Any, names: tuple[str, str]) -> tuple[Any, Any, ExpertLora | None]:
     """Return (FC1's weight, FC2's weight, their adapters or None).
 
-    A weight with a parametrization other than PEFT's is the result that the parametrization computes. names: the
-    attributes of both weights.
+    If a weight has another parametrization than PEFT's, the weight that this parametrization computes is returned.
+    names: the attributes of both weights.
     """
     (w1, first), (w2, second) = (_weight_and_factors(experts, name) for name in names)
     if first is None and second is None:

@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, experts_implementation="glulam")
 
 An experts module of transformers keeps its parameters, and its forward becomes one call of `glulam.moe`; for few tokens
-without gradients, this call also sorts the choices of experts (`layer/choices.py`). No weight is copied or permuted.
-The activation is recognised by the values that it computes, not by its name (`gates.py`). A recipe that quantises
-replaces weights by buffers in its format when they are first used. Checkpoints in FP8 keep their weights
-(`fp8_experts.py`).
+without gradients, this call also sorts the choices of experts (`layer/choices.py`). 16-bit weights are neither copied
+nor permuted; a recipe that quantises replaces them by buffers in its format when they are first used. Checkpoints in
+FP8 keep their weights (`fp8_experts.py`). The activation is recognised by the values that it computes, not by its name
+(`gates.py`).
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class Plan(NamedTuple):
         weights: names of FC1's and FC2's weight.
         biases: pairs (argument of `glulam.moe`, name in the module).
         num_experts: number of experts in the module.
-        post: name of the module's method that is applied to experts' rows before they are weighted; "": none.
+        post: name of the module's method that is applied to the experts' results before they are multiplied by the
+            router's weights; "": none.
         options: keyword arguments of `glulam.moe`.
-        numbers: the module's int and float attributes when its activation was recognised, since limits and slopes are
-            among them.
+        numbers: the module's int and float attributes when its activation was recognised. The activation's limits and
+            slopes are among them, so a change of one makes a new plan.
         fp8: description of the weights if the module is an FP8Experts; None: it is not.
         world_experts: number of experts on all ranks if the module holds a part of them; None: it holds all.
     """
@@ -329,7 +330,7 @@ else:
 
 
 def _post_of(experts: Any) -> str:
-    """Return the name of the module's method that is applied to experts' rows before they are weighted; "": none.
+    """Return the name of the module's method that is applied to the experts' results before router weights; "": none.
 
     transformers up to 5.23 has a flag for a norm; later versions give every module a method, which mostly returns its
     argument.

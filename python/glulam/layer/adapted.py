@@ -1,4 +1,4 @@
-"""moe with low-rank adapters; see `lora.mlp`."""
+"""moe with low-rank adapters; `lora.mlp` has the formulas."""
 
 from __future__ import annotations
 

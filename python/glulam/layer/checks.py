@@ -1,4 +1,4 @@
-"""Checks of a layer's arguments: the rule by which a router chooses, choices of experts, and experts' ranks."""
+"""Checks of a layer's arguments: a router's options, chosen experts, and the number of experts on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..names import Score
 MAX_ROWS = 2**31 - 1
 SCORES: tuple[Score, ...] = get_args(Score)
 MAX_K = 32
-"""Most experts for each token: kernels have a warp for each token, and a lane for each choice."""
+"""Most experts that a token may choose: kernels have a warp for each token, and a lane for each choice."""
 MAX_EXPERTS = CAPACITIES[-1]
 COUNTED = "a CTA counts the choices of each"
 """The reason for MAX_EXPERTS in errors."""
@@ -36,7 +36,7 @@ def check_rule(
     op: str, experts: int, k: int, score: str, normalize: bool, num_groups: int, top_groups: int, scale: float,
     name_of_k: str = "k", of: str = "",
 ) -> None:  # fmt: skip
-    """Raise ValueError or TypeError if a rule of `route` is invalid for this number of experts.
+    """Raise ValueError or TypeError if options of `route` are invalid for this number of experts.
 
     Args:
         k, score, normalize, num_groups, top_groups, scale: see `route`.

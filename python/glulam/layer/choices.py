@@ -1,4 +1,7 @@
-"""moe of few tokens whose experts another router chose: one call sorts the choices and computes the layer."""
+"""moe_of_choices: `moe` for tokens whose experts were chosen outside of Glulam, as by a serving engine's router.
+
+For few tokens a single call sorts the choices by expert and computes the layer.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,9 @@ def moe_of_choices(
 
 
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
-    """Return True if one call can sort the choices and compute the layer. others: further tensors that may require a
-    gradient.
+    """Return True if one call can sort the choices and compute the layer; the conditions: see `moe_of_choices`.
+
+    others: further tensors that may require a gradient.
     """
     return (
         isinstance(x, (Tensor, MXFP8Tensor))
@@ -113,8 +117,9 @@ def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 
 
 def of_choices(layer: Definition) -> Definition:
-    """Return the definition of a layer that sorts choices itself, made from that layer's definition with a given
-    Routing.
+    """Return the definition of a call of `moe_of_choices`, which sorts the choices itself.
+
+    layer: the definition of the call of `moe` that gets the tensors of a Routing instead.
     """
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
@@ -130,9 +135,7 @@ def of_choices(layer: Definition) -> Definition:
 
 
 class OfChoices(OfTokens):
-    """Base of calls of `moe_of_choices`: like a call of `moe`, but the call itself computes the routing from the
-    choices.
-    """
+    """Base of calls of `moe_of_choices`: like calls of `moe`, but they make the routing themselves, from choices."""
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}

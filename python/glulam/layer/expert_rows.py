@@ -1,4 +1,7 @@
-"""Rows of a layer's experts, multiplied by their weights and not yet summed: the terms that moe adds."""
+"""Results of a layer's experts, one row for each choice of a token: multiplied by the choice's weight, not yet summed.
+
+`moe` is the sum of these rows over each token's choices.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ OP = "moe"
 
 
 class OfWorld(Call):
-    """A call on the rows of a layer's experts, whose kernels are chosen for the number of rows expected on this rank.
+    """Base of calls with a layer's rows: kernels are chosen for the number of rows expected on this rank.
 
-    `world_experts`: see `Routing`; 0: all choices are expected on this rank.
+    `world_experts`: number of experts on all ranks, see `Routing`; 0: all choices are expected on this rank.
     """
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
@@ -67,7 +70,10 @@ def expert_rows(
     activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool, transpose_w: bool,
     world_experts: int,
 ) -> Any:  # fmt: skip
-    """Return `grouped_mlp` of the rows of a layer's experts. Not differentiable. `world_experts`: see `Routing`."""
+    """Return `grouped_mlp` of a layer's rows, one for each choice of a token. Not differentiable.
+
+    `world_experts`: see `Routing`.
+    """
     raise NotImplementedError  # `front` writes the body
 
 
@@ -75,7 +81,9 @@ def rows_of_experts(
     x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: RecipeName | Recipe, dtype: torch.dtype,
     lora: Any = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return the experts' rows [T, H'], multiplied by their weights. Not differentiable.
+    """Return the experts' results, one row for each choice, times the choice's weight: [T, H']. Not differentiable.
+
+    H' is the number of w2's rows.
 
     Args:
         dtype: dtype of the result if x is in MXFP8; else x's dtype is used.

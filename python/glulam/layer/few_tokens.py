@@ -82,8 +82,9 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 class RouterCall(RouteCall):
-    """A call of `route_few`: like a RouteCall, but from tokens and a router's parameters; logits are one of its
-    results.
+    """A call of `route_few`: a RouteCall that computes the logits itself, from tokens and a router's parameters.
+
+    The logits are its first result.
     """
 
     kernel, leads, explains = "router", "x", False

@@ -118,8 +118,8 @@ def moe(
         out: the result's buffer, contiguous; allowed only if no gradient is recorded, and without `parallel`. None: a
             new one.
         parallel: a `glulam.distributed.ExpertParallel`: weights are then those of this rank's experts, and all ranks of
-            the group call this, each with its own tokens. With recipe "mxfp8" in no_grad mode tokens are sent in MXFP8.
-            None: all experts are here.
+            the group call this, each with its own tokens. With recipes "mxfp8" and "mxfp4" in no_grad mode tokens are
+            sent in MXFP8, if H is a multiple of 128. None: all experts are here.
 
     Returns:
         [N, H'], H' the number of w2's rows, in x's dtype; with `parallel` in the dtype of the ExpertParallel.

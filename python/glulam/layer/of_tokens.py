@@ -1,4 +1,4 @@
-"""Calls of a whole layer: from tokens to rows, the rows' MLP, and from rows back to tokens."""
+"""Calls of a whole layer: gather a row of x for each choice, compute the rows' MLPs, and sum the rows by token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
 
 
 def of_tokens(rows: Definition) -> Definition:
-    """Return the definition of a layer's operator, made from `rows`, the definition of the grouped_mlp of its rows."""
+    """Return the definition of a call of `moe`: a grouped_mlp call on rows, then the sum of each token's rows.
+
+    rows: the definition of the grouped_mlp call.
+    """
     y = rows.results[0]
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
@@ -87,7 +90,7 @@ def _look(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
 class OfTokens(OfWorld):
     """Base of calls of `moe`: a grouped_mlp call on the layer's rows, plus arguments and checks of tokens.
 
-    Of the grouped_mlp call, `rows` is the token of each row, and `row_scale` is the weight of each row.
+    In the grouped_mlp call, `rows` holds the token of each row, and `row_scale` the weight of each row.
     """
 
     op = OP
@@ -124,7 +127,7 @@ class OfTokens(OfWorld):
 
     @property
     def choices(self) -> Tensor:
-        """The choices [N, K]: each choice's row, or in `OfChoices` its expert."""
+        """[N, K]: for each token and choice, the number of its row; in `OfChoices`, the number of its expert."""
         row_of: Tensor = self.row_of
         return row_of
 

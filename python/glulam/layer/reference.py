@@ -1,6 +1,6 @@
 """Routing, permute and combine in torch: the CPU implementation, and the reference that kernels must match.
 
-16-bit inputs compute in float32. Rows that belong to no choice are zero here; kernels leave them unchanged.
+16-bit inputs are computed in float32. Rows that belong to no choice are zero here; kernels leave them unchanged.
 """
 
 from __future__ import annotations

@@ -182,8 +182,9 @@ class LayerCall(AddressedCall):
     trailing = 1
 
     def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Find a plan to resize, as for any call. None also if the leading tensor has a wrong rank, which checks refuse
-        later.
+        """Return (problem, old plan) of a checked call with another number of tokens; see `Call.find_resizable`.
+
+        None also if the leading tensor has a wrong number of dimensions; checks refuse it later.
         """
         return super().find_resizable(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
@@ -370,11 +371,11 @@ def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> Any:
 
 
 def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor) -> Tensor | None:
-    """Return the gradient of weights [N, K]; None if there is none.
+    """Return the gradient of a Routing's weights [N, K], from both results that depend on them; None: there is none.
 
     Args:
-        d_weights: gradient of the weights as results; None: unused.
-        d_rows: gradient of the rows' weights [T]; None: unused.
+        d_weights: gradient of the result `weights` [N, K]; None: the result was not used.
+        d_rows: gradient of the result `weight_of_row` [T]; None: the result was not used.
         row_of: see `Routing`.
     """
     if d_rows is None:

@@ -47,7 +47,7 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
     """Return sums of experts' rows, out[n] = residual[n] + sum over j of y[routing.row_of[n, j]]. Differentiable.
 
     The sum is computed in float32, in the order of j, and rounded once. A choice without a row adds nothing, and a row
-    that no choice has gets a gradient of zeros.
+    that belongs to no choice gets a gradient of zeros.
 
     Args:
         y: rows of experts [T, H], T = N K, contiguous, in the order and dtypes of `permute`.
@@ -200,6 +200,7 @@ def combine_rows(
 
     Args:
         row_of: int32 [N, K], the row of each choice.
-        of_spare_rows: backward makes the gradient of rows that no choice has, zeros; False: it does not write these.
+        of_spare_rows: True: backward writes zeros as the gradient of rows that belong to no choice. False: backward
+            leaves the gradient of such rows uninitialised.
         Others: see `combine`.
     """

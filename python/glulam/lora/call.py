@@ -20,7 +20,7 @@ MATRICES = ("lora_a1", "lora_b1", "lora_a2", "lora_b2")
 
 
 class AdaptedMlpCall(GroupedMlpCall):
-    """A call of adapted_mlp, which is several launches, with or without a gradient."""
+    """A call of adapted_mlp. It takes several launches, whether or not a gradient is recorded."""
 
     torch_op = "adapted_mlp"
     explains = False
@@ -54,7 +54,11 @@ class AdaptedMlpCall(GroupedMlpCall):
         return super().handle_miss(key, replacements)
 
     def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Run a call without a gradient: by a planned step, or part by part if `out=` or `rows=` is given."""
+        """Compute a call that needs no gradient, and return its result.
+
+        All launches are run as one planned step, as in training. If `out=` or, outside of a layer, `rows=` is given,
+        which a planned step does not take, there is one operator call for each GEMM instead.
+        """
         if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()
         if self.out is None and (self.of_tokens or self.rows is None):

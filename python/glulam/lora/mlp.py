@@ -68,7 +68,7 @@ def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
 
 
 def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
-    """Return True if adapted_mlp supports these weights: 16-bit, not a GateUp, and on a GPU with kernels that ship."""
+    """Return True if adapted_mlp takes these weights: 16-bit, no GateUp; on a GPU also only if its kernels ship."""
     if recipe is not BF16 or isinstance(w1, GateUp):
         return False
     if not (isinstance(x, Tensor) and runs_kernels(x)):
@@ -121,8 +121,7 @@ def recipe_with_lora(op: str, recipe: str | Recipe) -> Recipe:
 
 
 def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tensor:
-    """Check all arguments, and return the result of `made`. In a trace nothing is checked here: each operator checks
-    its own.
+    """Check all arguments, except in a trace, where each operator checks its own; then return the result of `made`.
 
     Args:
         call: the call without adapters.
@@ -147,8 +146,9 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
 
 
 def _check(call: Any, lora: ExpertLora) -> None:
-    """Check all arguments of a call with adapters here, so that errors name them, and not arguments of the operators
-    inside.
+    """Check all arguments of a call with adapters, so that errors name the caller's arguments.
+
+    Otherwise they would name arguments of the operators of which the call is made.
     """
     call.check_plain()
     problem = call.check()
@@ -163,11 +163,11 @@ def _check(call: Any, lora: ExpertLora) -> None:
 
 
 def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:
-    """Compute a call with adapters by differentiable operators; return [T, H'].
+    """Compute an MLP with adapters by differentiable operators; return [T, H'], H' the number of w2's rows.
 
     Args:
         call: the call without adapters.
-        kept: the source of x's rows, saved instead of x; see `low_rank`.
+        kept: tensors from which backward recomputes the rows of x, saved instead of these rows; see `low_rank`.
     """
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     if isinstance(call, Quantized) and not call.is_traced():

@@ -119,7 +119,10 @@ class AdaptedPath(DataPath):
     def _data_gradient(
         self, saved: dict[str, Any], targets: Targets | None, dpreact: Tensor, d_low: Tensor | None
     ) -> Tensor:
-        """Compute dx of rows. d_low: dlow1; None: w1 has no adapter. targets: see `DataPath._gradients`."""
+        """Return dx, with a row for each row of dpreact (dh).
+
+        d_low: dlow1; None: w1 has no adapter. targets: see `DataPath._gradients`.
+        """
         w1 = saved["w1"]
         out = None if targets is None else targets.new_grad_input(dpreact, contracted(w1, self.transpose_w))
         tensors = {"x": dpreact, "w": w1, "groups": saved["groups"], "out": out}
@@ -130,7 +133,7 @@ class AdaptedPath(DataPath):
         return dx
 
     def _make(self, part: str, kind: Any, tensors: dict[str, Any], **options: Any) -> Any:
-        """Run one part, a call of type `kind`, with the call's transpose_w, and return its results. part: its name."""
+        """Run one GEMM of this path as a call of type `kind`, and return its results. part: the GEMM's name."""
         return self.part(part, lambda: (kind, {**options, "transpose_w": self.transpose_w}))(**tensors)
 
     def _as_weight(self, matrix: Tensor) -> Tensor:
@@ -156,7 +159,7 @@ class AdaptedPath(DataPath):
 
 
 def _by_parts(call: AdaptedMlpCall) -> Any:
-    """Compute the result of a checked call without a gradient, as one call for each part."""
+    """Return the result of a checked call that needs no gradient, with one operator call for each GEMM."""
     path = dataclasses.replace(AdaptedPath.of(call), grouped_by=grouped_by(call))
     names = (*path.inputs, *(call.of_tokens or ("rows",)))
     given = {name: getattr(call, name) for name in names}

@@ -32,13 +32,15 @@ Groups = dict[str, Any]
 
 
 class Rows(NamedTuple):
-    """The tensors from which backward recomputes rows: tokens and indices, or a preactivation and the row scale.
+    """The tensors from which backward recomputes the rows x that an adapter's matrix a was multiplied with.
+
+    The rows are tokens selected by indices, or the activation of a preactivation times the row scale.
 
     Attributes:
         matrix: tokens [N, H], or a preactivation [T, 2I or I].
         beside: int32 [T], the token of each row; or the row scale [T].
-        activation: None: matrix holds tokens. Of a preactivation: the activation, the layout of its gate, and the
-            numbers of all formulas.
+        activation: (name of the activation, layout of its gate, numbers of all formulas) if matrix is a preactivation.
+            None: matrix holds tokens.
     """
 
     matrix: Tensor
@@ -46,7 +48,7 @@ class Rows(NamedTuple):
     activation: tuple[Any, ...] | None = None
 
     def recomputed(self) -> tuple[Tensor, Tensor | None]:
-        """Recompute the rows; return (a matrix, indices of its rows). Indices None: all rows, in order."""
+        """Return (a matrix, the indices of those of its rows that are the rows x). None: all rows, in order."""
         if self.activation is None:
             return self.matrix, self.beside
         return gate_rows(self.matrix, self.beside, *self.activation), None
@@ -80,7 +82,10 @@ class _Narrow(torch.autograd.Function):
 
 
 def _narrow_gradients(ctx: Any, d_narrow: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x and a. x's gradient is uninitialised after the last group, where nobody reads it."""
+    """Return the gradients of x (None if not needed) and a, from d_narrow, the gradient of x a_e^T.
+
+    x's gradient is uninitialised after the last group, where nobody reads it.
+    """
     a, sizes, matrix, beside = ctx.saved_tensors
     groups: Groups = {ctx.grouped_by: sizes}
     dx = None
@@ -133,7 +138,7 @@ def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
 
 
 def times_w1(call: Any, groups: Groups) -> Tensor:
-    """Return the preactivation [T, 2I or I] of a call's rows without adapters. groups: see `Groups`."""
+    """Return FC1's product with w1 alone, without adapters: [T, 2I or I], bias included. groups: see `Groups`."""
     if isinstance(call, Quantized):
         w1, factors = without_factors(parts_given(call, "w1"))
         ((grouped_by, sizes),) = groups.items()
@@ -157,11 +162,11 @@ def _halves(biases: Any) -> list[Any]:
 
 
 def times_w2(call: Any, act: Tensor, row_scale: Tensor | None, groups: Groups, out: Tensor | None) -> Tensor:
-    """Return the result [T, H'] of a call's rows without adapters.
+    """Return FC2's product with w2 alone, without adapters: [T, H'], bias included. H' is the number of w2's rows.
 
     Args:
         act: the activation [T, I].
-        row_scale: factor of the bias for each row; None: 1.
+        row_scale: [T], factor of each row's bias; None: 1.
         out: the result's buffer; None: a new one.
     """
     addends = {"bias": call.b2, "bias_scale": None if call.b2 is None else row_scale, "out": out}

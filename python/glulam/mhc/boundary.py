@@ -1,7 +1,7 @@
 """boundary: from one sublayer's output to the next sublayer's input, with hyper-connections as DeepSeek-V4.1 has them.
 
-The mix of the streams uses coefficients that the previous boundary computed. So the streams are read once for all four
-steps: their update, the mix, its norm, and the projection that makes the next coefficients.
+The streams are mixed with coefficients that the previous boundary computed. So they are read once for all four steps:
+their update, the mix, the mix's norm, and the projection that makes the next coefficients.
 """
 
 from __future__ import annotations

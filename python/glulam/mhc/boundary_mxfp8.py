@@ -43,7 +43,7 @@ def columns_of(op: str, x_block: Any, return_x: Any) -> int:
 
 
 def check_quantised(op: str, streams: Tensor) -> None:
-    """Check that the mix of streams [..., n, D] can be quantised. Raises ValueError or TypeError."""
+    """Raise ValueError or TypeError if x, the mix of streams [..., n, D], cannot be quantised to MXFP8."""
     if streams.dim() < 3:
         raise ValueError(
             f"{op}: streams has shape {shape_text(streams.shape)}; x_block makes x a matrix, so give [..., T, n, D], "
@@ -72,19 +72,22 @@ def refuse_gradients(call: Any) -> None:
 
 
 def likes(lead: Sequence[int], width: int) -> list[Like]:
-    """Return the shape and dtype of x's elements, and those of its scales. lead: the dimensions of tokens."""
+    """Return (shape, dtype) of x's elements in MXFP8, and of its scales. lead: the dimensions of tokens; width: D."""
     return [((*lead, width), DATA_DTYPE), ((*lead, -(-width // BLOCK)), SCALE_DTYPE)]
 
 
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the elements of x [..., D] and their scales [..., D / 32] in blocks of 32 or 128 columns."""
+    """Quantise x [..., D] to MXFP8 in blocks of `columns` columns, 32 or 128.
+
+    Returns (the elements, of x's shape; the scales [..., D / 32], each repeated if a block has 128 columns).
+    """
     data, exponents = quantize_rows(x.reshape(-1, x.shape[-1]), columns)
     scale = exponents.contiguous().view(SCALE_DTYPE)
     return data.contiguous().view(x.shape), scale.view(*x.shape[:-1], scale.shape[-1])
 
 
 def in_mxfp8(data: Tensor, scale: Tensor, x_block: Any) -> MXFP8Tensor:
-    """Return the tensor of these elements and scales."""
+    """Return x as an MXFP8Tensor, from its elements and scales. x_block: see `boundary`."""
     make = MXFP8Tensor if is_dynamo_compiling() else MXFP8Tensor.unchecked
     made: MXFP8Tensor = make(data, scale, "row", x_block, "plain")
     return made

@@ -15,7 +15,7 @@ from .reference import post_mix_backward, project_backward, segments
 
 
 def balanced(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tensor]]:
-    """Return the softmax of each row of the logits, and a list of the matrix after each Sinkhorn step; both in float64.
+    """Return (the softmax of each row of the logits, a list of the matrix after each Sinkhorn step), in float64.
 
     The steps: softmax + eps; columns divided by their sum + eps; then `iters` - 1 times rows and columns.
     """
@@ -76,8 +76,8 @@ def boundary(
 
     x_block: the columns of x that share a scale; 0: x is not quantised, and the last two results are None.
 
-    stats [..., K + 2] holds p = streams'_flat weight^T, sqrt(mean square + rms_eps) and the factor r of u's norm, for
-    K = n n + 2n coefficients. The updated streams are None if y is None.
+    stats [..., K + 2], for K = n n + 2n coefficients, holds p = streams'_flat weight^T, then sqrt(mean streams'_flat^2
+    + rms_eps), then r = 1 / sqrt(mean u^2 + norm_eps). The updated streams are None if y is None.
     """
     n, dtype, updated = streams.shape[-2], streams.dtype, None
     if y is not None and post is not None and comb is not None:

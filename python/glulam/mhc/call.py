@@ -33,7 +33,10 @@ def sms_to_cut_by(call: Any) -> int:
 
 
 class MhcCall(AddressedCall):
-    """A call of a hyper-connection operator. `formed`: parameters whose dtypes the kernel takes as a constant."""
+    """A call of a hyper-connection operator.
+
+    `formed`: names of the parameters whose dtypes are passed to the kernel, as the constant `forms`.
+    """
 
     family = "mhc"
     trailing = 2

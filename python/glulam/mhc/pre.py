@@ -1,4 +1,4 @@
-"""pre: everything before a sub-layer in one call (project, sinkhorn, aggregate), with fused gradients."""
+"""pre: a hyper-connection's work before a sub-layer in one call: project, sinkhorn and aggregate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PreResults(NamedTuple):
 
     Attributes:
         out: [..., C] in the streams' dtype, the sub-layer's input.
-        residual: the streams, for post_mix. Use them instead of x: then the kernel that computes x's gradient also adds
-            theirs, without a separate pass.
+        residual: the streams x, for post_mix. Pass this instead of x: then the kernel that computes x's gradient also
+            adds the gradient that comes from post_mix, without a separate pass.
         h_post: [..., n], float32.
         h_res: [..., n, n], float32, doubly stochastic.
     """

@@ -1,4 +1,4 @@
-"""project: compute the coefficients for mixing residual streams, from the streams, and their norm in the same pass."""
+"""project: compute the coefficients for mixing residual streams, and the streams' norm in the same pass over them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def project(
 ) -> Coefficients:
     """Compute the coefficients of the streams' mixing. Differentiable in every tensor.
 
-        p = x_flat weight^T,  r = 1 / (||x_flat|| / sqrt(nC) + eps),  z = r p alpha + bias,  with x_flat = x as [...,
-        nC] h_pre = sigmoid(z_pre),  h_post = 2 sigmoid(z_post),  h_res = z_res
+        p = x_flat weight^T,  r = 1 / (||x_flat|| / sqrt(n C) + eps),  z = r p alpha + bias
+        h_pre = sigmoid(z_pre),  h_post = 2 sigmoid(z_post),  h_res = z_res
+
+    x_flat is x as [..., n C]; z_pre, z_post and z_res are parts of z, each with its own alpha.
 
     A float32 weight keeps its precision, whatever x is: products are summed in float32, with an error of some 1e-6 of
     their size. A 16-bit weight is multiplied in x's dtype (float32: TF32), after rounding to that dtype if it differs.
@@ -139,13 +141,16 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
 
 
 def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu, invariant: bool = False) -> shapes.Slices:
-    """Return how kernels cut the columns into slices; it depends on the weight's dtype.
+    """Return the slices into which kernels cut the n C columns of x_flat and weight, to sum p = x_flat weight^T.
+
+    They depend on the weight's dtype.
 
     Args:
         x, weight: the operator's arguments.
         tokens: number of tokens.
         gpu: the GPU.
-        invariant: slices depend on the columns alone: they are those of `USUAL_TOKENS` tokens and `USUAL_SMS` SMs.
+        invariant: True: slices depend neither on `tokens` nor on the GPU; they are those of `USUAL_TOKENS` tokens and
+            `USUAL_SMS` SMs.
     """
     is_exact = weight.dtype is torch.float32
     cut = functools.partial(
@@ -227,8 +232,9 @@ class ProjectCall(Projecting):
 class ProjectBackwardCall(Projecting):
     """A call of project_backward.
 
-    The streams of a layer have three uses, and adding up their gradients afterwards would take separate passes. So the
-    gradient of x includes h_pre d_aggregate, the gradient through `aggregate`, and d_residual, if these are given.
+    A layer's streams are read by project, aggregate and post_mix, and adding up the three gradients afterwards would
+    take separate passes. So d_x includes h_pre d_aggregate, the gradient through `aggregate`, and d_residual, the
+    gradient through `post_mix`, if these are given.
     """
 
     op, kernel = "project", "project_backward"
@@ -263,7 +269,9 @@ def project_streams(
     of_stats: bool = False, *, h_pre: Tensor | None = None, h_post: Tensor | None = None,
     h_res: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Return the three results of `project`, then stats [..., n n + 2n + 1]: p and the streams' root mean square.
+    """Return the three results of `project`, then stats [..., n n + 2n + 1].
+
+    stats holds p = x_flat weight^T, then the root mean square of the token's n streams.
 
     Args:
         of_stats: return stats, which backward needs. False: None in its place.

@@ -95,7 +95,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def segments(n: int) -> tuple[slice, slice, slice]:
-    """Return the slices of `weight`'s rows that make h_pre, h_post and h_res."""
+    """Return the slices of `weight`'s n n + 2n rows that make h_pre, h_post and h_res, for n streams."""
     return slice(0, n), slice(n, 2 * n), slice(2 * n, 2 * n + n * n)
 
 
@@ -109,7 +109,7 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `mhc.project` in torch, and return h_pre, h_post, h_res and stats, which backward needs.
 
-    stats [..., n n + 2n + 1] holds p and the streams' root mean square.
+    stats [..., n n + 2n + 1] holds p = x_flat weight^T, then the root mean square of the token's n streams.
     """
     n = x.shape[-2]
     flat = wide(x).flatten(-2)
@@ -146,7 +146,7 @@ def add_uses(d_x: Tensor, d_aggregate: Tensor, h_pre: Tensor, d_residual: Tensor
 
 
 def _through_gates(d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, z: Tensor, n: int) -> Tensor:
-    """Return the gradient of z from those of h_pre, h_post and h_res (None: there is none).
+    """Return the gradient of z from d_pre, d_post and d_res, the gradients of h_pre, h_post and h_res (None: zero).
 
     z holds the arguments of the sigmoids (pre, post), then the logits (res).
     """

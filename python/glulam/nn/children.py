@@ -1,4 +1,4 @@
-"""Child modules: a parent runs the work of plain children by its own operators, and calls all other children."""
+"""Child modules of a layer: which may be replaced by the layer's own operators ("plain"), and calls of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 
 
 def is_plain(child: Any, kind: type[nn.Module]) -> bool:
-    """Return True if calling `child` would run only the forward of `kind`: no hooks, global hooks included.
+    """Return True if calling `child` would run only the forward of `kind`, and no hook, not even a global one.
 
     False: the child is wrapped, hooked (also by FSDP2), compiled, or its class has another forward. Parametrizations,
     pruning and FSDP1 only change where a module's tensors come from; such a child is plain.
@@ -77,8 +77,9 @@ def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> 
 
 
 def _called(child: Any, x: Tensor, dtype: torch.dtype) -> Any:
-    """Call a child. A hooked Linear computes in `dtype`, like a plain one; other modules in the dtype of their
-    `weight`.
+    """Call a child on x, and return its result.
+
+    A torch Linear computes in `dtype`, as if it were plain; other modules compute in the dtype of their `weight`.
     """
     weight = getattr(child, "weight", None)
     own = weight.dtype if isinstance(weight, Tensor) else dtype

@@ -30,7 +30,7 @@ RENAMES = {
 
 
 class Source(NamedTuple):
-    """The place of one of the experts' parameters in another library's state dict.
+    """The tensors in another library's state dict from which one parameter of a GroupedMLP is made, and their layout.
 
     Attributes:
         keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" stands for an expert's number.
@@ -89,8 +89,9 @@ NAMINGS: dict[str, tuple[Naming, ...]] = {
     "shared": (_projections("shared_expert", *QWEN), _projections("shared_experts", *QWEN)),
 }
 QUANTIZED = {"experts": ("experts",), "shared": ("shared_expert", "shared_experts")}
-"""Prefixes of quantised weights in other libraries, for the children `experts` and `shared` of nn.MoE. Keys of routed
-experts continue with a number.
+"""Prefixes of the keys of quantised weights in other libraries, for the children `experts` and `shared` of nn.MoE.
+
+After the prefix, keys of routed experts continue with the expert's number.
 """
 
 
@@ -121,8 +122,7 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 
 
 def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Naming, mlp: Any) -> list[Move]:
-    """Return the moves for one library's naming, `naming`; []: the state dict does not have exactly the keys of this
-    naming.
+    """Return the moves (`state.Move`) from one library's naming; []: the keys are not exactly those of this naming.
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
@@ -149,10 +149,10 @@ def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Nami
 
 
 def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, mlp: Any) -> Move | None:
-    """Return the move of quantised experts stored one by one (`formats.checkpoint_names`); None: the module's format
-    differs.
+    """Return the move (`state.Move`) of quantised experts stored one by one (`formats.checkpoint_names`).
 
-    Weights without scales get a move, too: it raises ValueError if they are quantised, and else does nothing.
+    None: the keys have no such experts, or the module's format, bias or activation does not fit them. Weights without
+    scales get a move, too: it raises ValueError if they are quantised, and else does nothing.
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
@@ -174,8 +174,9 @@ def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, ml
 
 
 def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: Any) -> list[Tensor] | None:
-    """Return the buffers of both layers for the experts' stored tensors; None: these are in another format, or in 16
-    bits.
+    """Return fc1's, then fc2's buffers, made from the experts' stored tensors.
+
+    None: the stored tensors are in another format than the module's, or in 16 bits.
 
     Args:
         values, keys: the tensors, and their keys in the state dict.
@@ -219,7 +220,7 @@ def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
 
 
 def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], make: Any) -> list[Tensor] | None:
-    """Apply `make`, a `_joined`, to the blocks or the scales of MXFP4 weights, viewed as bytes.
+    """Return what `make`, a partial `_joined`, makes of the blocks or the scales of MXFP4 weights, viewed as bytes.
 
     Raises TypeError if their dtype is none of `dtypes`. key: the key of the first tensor, for the error.
     """

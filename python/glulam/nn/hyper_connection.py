@@ -138,13 +138,12 @@ class HyperConnection(nn.Module):
     def boundary(
         self, carried: HyperStreams, *, x_block: Block | None = None, return_x: bool = False
     ) -> mhc.BoundaryResults | mhc.QuantizedBoundaryResults:
-        """Return the results of `mhc.boundary`: the sublayer's input, and the next connection's streams and
-        coefficients.
+        """Run `mhc.boundary`, and return its results: updated streams, the sublayer's input, and new coefficients.
 
         Only for form "v4.1".
 
         Args:
-            carried: what the previous connection returned.
+            carried: the HyperStreams that the previous connection's forward returned.
             x_block, return_x: see `mhc.boundary`; only without gradients.
         """
         self._check_is("v4.1", "boundary")
@@ -160,16 +159,18 @@ class HyperConnection(nn.Module):
             raise RuntimeError(f"HyperConnection: {method} is of form={form!r}, and this one is {self.form!r}")
 
     def pre(self, x: Tensor) -> mhc.PreResults:
-        """Compute the sublayer's input (`out`) and the coefficients for `post` from streams x [..., n, C]; form "mhc"
-        only.
+        """Return the sublayer's input (`out`) and the coefficients for `post`, from streams x [..., n, C].
+
+        Only for form "mhc".
         """
         self._check_is("mhc", "pre")
         parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
         return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps, norm_weight=self.norm_weight)
 
     def post(self, made: mhc.PreResults, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the new streams. made: the result of `pre`; y: the sublayer's output; bias: [C], added to y unless
-        None.
+        """Return the streams after the sublayer.
+
+        made: the result of `pre`; y: the sublayer's output [..., C]; bias: [C], added to y unless None.
         """
         return mhc.post_mix(made.residual, made.h_res, made.h_post, y, bias, transpose_res=self.transpose_res)
 

@@ -28,8 +28,9 @@ class HyperStreams(NamedTuple):
 
     @classmethod
     def begin(cls, x: Tensor, num_streams: int) -> HyperStreams:
-        """Return the streams that a model starts with: num_streams copies of an embedding x [..., D]. The first mix
-        selects stream 0.
+        """Return the streams that a model starts with: num_streams copies of an embedding x [..., D].
+
+        The first mix selects stream 0.
         """
         streams = x.unsqueeze(-2).expand(*x.shape[:-1], num_streams, x.shape[-1]).contiguous()
         pre = x.new_zeros(*x.shape[:-1], num_streams, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,9 +1,8 @@
-"""Batch-invariant Linears of a layer, used under `glulam.batch_invariant(True)`: they add in one order for any number
-of tokens.
+"""Batch-invariant products of a layer's Linears (router, shared gate), used under `glulam.batch_invariant(True)`.
 
-torch's Linear adds in an order that depends on the number of tokens. For 16-bit results a grouped GEMM with one expert
-replaces it, in forward and backward. Float32 logits of 16-bit tokens are computed by the kernel that otherwise serves
-only few tokens (`layer.few_tokens`).
+torch's Linear adds in an order that depends on the number of tokens; these functions add in one order for any number.
+For 16-bit results they run a grouped GEMM with one expert, in forward and backward. For float32 logits of 16-bit tokens
+they run the kernel that otherwise serves only few tokens (`layer.few_tokens`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FALSE = "or set it to False"
 def route_in_order(
     name: str, tokens: Tensor, weight: Tensor, weight_bias: Tensor | None, k: int, dtype: torch.dtype, **options: Any
 ) -> Routing:
-    """Return `route` of the logits tokens weight^T + weight_bias in `dtype`, added in one order.
+    """Return `route` of the logits tokens weight^T + weight_bias in `dtype`, whose sums have one order for any N.
 
     Args:
         name: the router's name in errors.
@@ -57,7 +56,7 @@ def route_in_order(
 
 
 def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias in x's dtype, added in one order. Differentiable.
+    """Return x weight^T + bias in x's dtype, whose sums have one order for any N. Differentiable.
 
     Args:
         name: the layer's name in errors.
@@ -80,8 +79,9 @@ def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def refuse_called(name: str, child: Any) -> None:
-    """Refuse a Linear that must be called as a module, since torch's Linear has no fixed order. Other modules may be
-    called.
+    """Raise NotImplementedError if `child`, which must be called as a module, is a torch Linear.
+
+    A Linear's order of addition is not fixed. Modules of other classes are not refused.
 
     Args:
         name: the child's name in errors.

@@ -42,8 +42,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     op = "grouped_mm"
     weight_names: tuple[str, ...] = ("weight",)
-    """Names of the tensors that hold packed weights. `trained_names`: names of tensors that are parameters, not
-    buffers.
+    """Names of the tensors that hold packed weights.
+
+    `trained_names`: names of the tensors that are parameters; tensors with other names are buffers.
     """
     trained_names: tuple[str, ...] = ("weight", "bias")
 
@@ -89,14 +90,16 @@ class GroupedLinear(DelaysWeightGradients, Converts):
                 parameter.uniform_(-bound, bound)
 
     def parameter_list(self, name: str) -> list[Parameter]:
-        """Return the parameters named "weight" or "bias": one if packed, else one per expert; empty if there is no
-        bias.
+        """Return the parameters for `name`, "weight" or "bias": one if packed, else one per expert.
+
+        Empty if there is no bias.
         """
         return [held(self, self._parameters, label) for label in self._labels[name]]
 
     def experts(self, name: str) -> Any:
-        """Return "weight" or "bias" as operators take it: the packed tensor, a list of one tensor per expert, or None
-        for no bias.
+        """Return the weight or bias (`name`) as operators take it: the packed tensor, or a list of one per expert.
+
+        None: there is no bias.
         """
         if self.packed:
             parameters = self._parameters  # like `held`, without its Python frame

@@ -22,8 +22,9 @@ LAYERS = {"fc1": ("a1", "b1"), "fc2": ("a2", "b2")}
 
 
 class Lora(nn.Module):
-    """The matrices of a `glulam.ExpertLora` as parameters `a1`, `b1` (of fc1), `a2`, `b2` (of fc2); None: a layer
-    without adapter.
+    """The matrices of a `glulam.ExpertLora` as parameters: `a1`, `b1` adapt fc1, and `a2`, `b2` adapt fc2.
+
+    Both matrices of a layer without an adapter are None.
 
     Args:
         num_experts, r: E, and the rank of both layers' adapters.
@@ -67,7 +68,8 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def copy_(self, adapter: ExpertLora) -> Lora:
-        """Copy the matrices and the scale of `adapter`, for example from `ExpertLora.from_peft`, into the parameters.
+        """Copy the matrices and the scale of `adapter`, as `ExpertLora.from_peft` makes it, into this module.
+
         Returns self.
 
         Raises:
@@ -182,8 +184,7 @@ class TakesLora(nn.Module):
         self.lora = None
 
     def merge_lora(self, keep: bool = True) -> None:
-        """Add the adapters to the experts' weights, each rounded once; from then on calls do not apply the adapters
-        separately.
+        """Add the adapters to the experts' weights, each sum rounded once; calls then do not apply the adapters again.
 
         A merged module refuses `state_dict` and `load_state_dict`, since whoever loads the state would apply adapters
         twice: call `unmerge_lora` or `remove_lora` first.
@@ -224,9 +225,7 @@ class TakesLora(nn.Module):
 
 
 def _merged(lora: Lora) -> str:
-    """Return the error text with which a merged module refuses to save or load state dicts; "": the module is not
-    merged.
-    """
+    """Return the error text with which merged adapters refuse to be saved or loaded; "": they are not merged."""
     if not lora.is_merged:
         return ""
     return "state dict: adapters are merged, and would be applied twice; call unmerge_lora() or remove_lora() first"

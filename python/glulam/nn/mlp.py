@@ -70,8 +70,8 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
             recomputes the whole forward for that, FC2 included.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
         recipe: see `glulam.grouped_mlp`. "mxfp8_exact" and "mxfp8_weight_only" have no gradient, and run only if none
-            is requested. With "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and "fp8_block_weight_only" weights
-            are buffers in the recipe's format (`QuantizedLinear`).
+            is requested. With "mxfp4", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and
+            "fp8_block_weight_only" weights are buffers in the recipe's format (`QuantizedLinear`).
         device, dtype: device and dtype of the parameters.
 
     Raises:
@@ -248,8 +248,9 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
 
 
 def arguments_of(experts: Any) -> dict[str, Any] | None:
-    """Return a GroupedMLP's `arguments()`, so that the parent can run its operator; None: it must be called as a
-    module.
+    """Return a GroupedMLP's `arguments()`, with which the parent can run the operator itself.
+
+    None: the child must be called as a module.
     """
     if is_plain(experts, GroupedMLP) and experts.has_plain_layers():
         found: dict[str, Any] = experts.arguments()

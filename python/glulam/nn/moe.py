@@ -139,8 +139,9 @@ class MoE(Converts):
 
     @property
     def routing(self) -> Routing | None:
-        """The routing of the last forward, with its autograd graph; None before the first forward, and in a copy of the
-        module.
+        """The routing of the last forward, with its autograd graph.
+
+        None before the first forward, and in a copy of the module.
 
         While a checkpoint recomputes a forward, `routing` is the recomputation's. The graph's nodes stay in memory
         until the next forward; their saved tensors are freed by a backward that does not retain the graph.
@@ -179,14 +180,14 @@ class MoE(Converts):
         return y
 
     def _alone(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
-        """Return the result [N, H] and the routing, if this process has all experts."""
+        """Return the result [N, H] and the routing, for a module whose experts are all in this process."""
         tokens = self._tokens(x)
         routing = self.route(tokens, num_tokens)
         given = arguments_of(self._modules["experts"])
         return self._experts(given, tokens, routing, None if self.shared is None else self._shared(tokens)), routing
 
     def _among_ranks(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
-        """Return the result [N, H] and the routing, if experts are spread over several ranks."""
+        """Return the result [N, H] and the routing, for a module whose experts are spread over several ranks."""
         assert self.parallel is not None
         with self.parallel.refusing():
             tokens = self._tokens(x)
@@ -222,7 +223,7 @@ class MoE(Converts):
     def _experts(
         self, given: dict[str, Any] | None, tokens: Tensor, routing: Routing, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the sum of tokens' experts, plus `residual` unless None, [N, H].
+        """Return [N, H]: for each token the weighted sum of its experts' results, plus `residual` unless None.
 
         Args:
             given: the experts' weights and options as arguments of `glulam.moe`; None: the experts are called as a
@@ -235,7 +236,7 @@ class MoE(Converts):
         return y
 
     def _called_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Call the experts module; return its rows [T, H], multiplied by their weights."""
+        """Call the experts as a module; return one result for each row, times the row's weight: [T, H]."""
         rows: Tensor = self.experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
         return rows
 
@@ -246,7 +247,8 @@ class MoE(Converts):
 
         Args:
             given: see `_experts`.
-            is_summed: return each token's sum, as `_experts` does; False: return experts' rows [T, H], not summed yet.
+            is_summed: return each token's sum, as `_experts` does; False: return one result for each row, [T, H], not
+                summed by token yet.
         """
         assert self.parallel is not None
         if given is not None and not is_summed:
@@ -279,8 +281,9 @@ class MoE(Converts):
         return route(product(tokens, weight, weight_bias, dtype), self.top_k, **options)
 
     def _shared(self, tokens: Tensor) -> Tensor:
-        """Return the shared expert's result for all tokens, which form one group; the gate, if there is one, scales
-        each row.
+        """Return the shared expert's result [N, H], each row times sigmoid of the shared gate if there is one.
+
+        All tokens form one group.
         """
         scale = None
         if self.shared_gate is not None:
@@ -378,8 +381,10 @@ class MoE(Converts):
 
 
 def _widen_choice_bias(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Cast a state dict's choice bias to float32, since load_state_dict(assign=True) keeps the entry's dtype: a
-    bfloat16 bias of 1 would not change by an update of 1e-3.
+    """Hook before load_state_dict: cast the choice bias to float32.
+
+    load_state_dict(assign=True) would keep the entry's dtype, and a bfloat16 bias of 1 does not change by an update of
+    1e-3.
     """
     key = f"{prefix}choice_bias"
     if module.choice_bias is not None and isinstance(state.get(key), Tensor):

@@ -49,7 +49,7 @@ def shown_options(kind: type, **options: Any) -> str:
 
 
 def check_placement(kind: type, parameter: Tensor, *widths: int) -> None:
-    """Check a module's dtype, and on a GPU also that kernels support its widths.
+    """Check the dtype of a module's parameters, and on a GPU also that kernels support its widths.
 
     Args:
         kind: the module's class, for errors.

@@ -61,9 +61,7 @@ class _Kept:
 
 
 def _is_memory(part: Tensor) -> bool:
-    """Return True for a tensor with memory of its own; False for fake tensors and torch.func's, which must not be
-    cached.
-    """
+    """Return True for a tensor that has memory, and may be cached; False for fake tensors and those of torch.func."""
     return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 
@@ -112,8 +110,9 @@ class QuantizedLinear(GroupedLinear):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Set random elements, with scales that bound values by 1 / sqrt(in_features); biases are initialised as in
-        GroupedLinear.
+        """Set random elements, with scales that bound values by 1 / sqrt(in_features).
+
+        Biases are initialised as in GroupedLinear.
         """
         super().reset_parameters()
         self.reset_weights(1 / math.sqrt(self.in_features))
@@ -162,8 +161,9 @@ class QuantizedLinear(GroupedLinear):
                 yield [move]
 
     def _quantizing(self, keys: Collection[str], prefix: str, packing: Move | None) -> Move | None:
-        """Return the move (see `state.Move`) that quantises a state dict's 16-bit or float32 weight; None: there is no
-        such weight.
+        """Return the move (see `state.Move`) that quantises a state dict's 16-bit or float32 weight.
+
+        None: the state dict has no such weight.
 
         Args:
             keys, prefix: the state dict's keys, and the prefix of this layer's keys.
@@ -213,8 +213,10 @@ class QuantizedLinear(GroupedLinear):
 
 
 class FourBitsLinear(QuantizedLinear):
-    """A layer with 4-bit weights: `weight` int32 [E, N, K/8], eight elements a word in the order that kernels read, and
-    `weight_scale` uint8 [E, N, K/block], one scale for each `block` elements.
+    """Base of layers with 4-bit weights, in words that kernels read.
+
+    `weight` is int32 [E, N, K/8], eight elements a word, and `weight_scale` uint8 [E, N, K/block], one scale for each
+    `block` elements of a row (32 in MXFP4, 16 in NVFP4).
 
     State dicts store `weight` as bytes, uint8 [E, N, K/2]; a state dict with int32 words loads, too.
     """
@@ -255,8 +257,8 @@ class RebasedLinear(MXFP4Linear):
     """A layer with MXFP4 weights for recipe "mxfp4", whose kernels multiply in FP8.
 
     `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four in a word. The buffer `weight_row_scale` uint8 [E, N]
-    holds a power of two for each row. It is computed when the weight loads, and in an eager forward if the version
-    counters show that another buffer was written. Computing it raises FoldError under the conditions of
+    holds a power of two for each weight row. It is computed when the weight loads, and in an eager forward if the
+    version counters show that another buffer was written. Computing it raises FoldError under the conditions of
     `prepare_mxfp4_weight`.
     """
 
@@ -283,7 +285,7 @@ class RebasedLinear(MXFP4Linear):
         return super().experts(name)
 
     def rebase(self) -> None:
-        """Recompute `weight_row_scale`, the rows' powers of two, and note the other buffers' version counters."""
+        """Recompute `weight_row_scale`, one power of two a weight row; store the other buffers' version counters."""
         self.forget()
         if not self.weight.is_meta:
             rows = row_scales(self.weight, self.weight_scale, type(self).__name__)
@@ -360,8 +362,9 @@ LAYERS: dict[type, type[QuantizedLinear]] = {
 
 
 def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Return the error text for a state dict's entry that cannot be part of a quantised weight; "": its dtype is one of
-    `dtypes`.
+    """Return the error text for a state dict's entry whose dtype no part of a quantised weight has; "": it is valid.
+
+    dtypes: the valid dtypes. Entries that are no tensors count as valid here.
     """
     if not isinstance(value, Tensor) or value.dtype in dtypes:
         return ""

@@ -1,4 +1,4 @@
-"""Conversion of state dicts to a module's own layout and names.
+"""Conversion of other layouts' and libraries' state dicts to a module's own layout and names.
 
 Experts' parameters may be packed, `weight` [E, ...], or one by one, `weight0` and so on; other libraries' names are
 listed in `nn.dialects`. A set of entries is converted only if it is complete, unambiguous, and belongs to a parameter
@@ -22,7 +22,7 @@ PACKED_RANKS = {"weight": 3, "weight_scale": 3, "bias": 2}
 
 
 class Move(NamedTuple):
-    """A conversion of a state dict's entries.
+    """A conversion of some entries of a state dict to other entries.
 
     Attributes:
         old, new: the keys before and after the conversion.
@@ -38,8 +38,9 @@ class Converts(nn.Module):
     """Base of modules that load state dicts in other layouts or under other names than their own."""
 
     def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
-        """Yield lists of moves from entries with these keys to entries of this module. A list is applied as a whole or
-        not at all.
+        """Yield lists of moves from entries with these keys to entries of this module.
+
+        A list is applied as a whole or not at all.
 
         Args:
             keys: all keys of the state dict.
@@ -59,8 +60,7 @@ class Converts(nn.Module):
 
 
 def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a state dict with the keys of `module`, made from a state dict in another layout or with other libraries'
-    names.
+    """Return `state` converted to the keys and the layout of `module`, from another layout or other libraries' names.
 
     Loading `state` into `module` does the same conversion.
 
@@ -150,8 +150,9 @@ def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Converts]]:
-    """Yield (prefix of its keys, module) for each Converts module under each of its names; parents come before
-    children.
+    """Yield (prefix of its keys, module) for each Converts module in `module`; parents come before children.
+
+    A module that has several names comes once for each name.
     """
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, Converts):
@@ -169,9 +170,9 @@ def _converted(
 
 
 def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | None:
-    """Return `state` after these moves; None: values do not fit each other, so nothing is converted.
+    """Return a copy of `state` after these moves; None: values of one move do not fit each other.
 
-    New entries take the position of the first old entry, since optimizers number parameters by their order.
+    New entries take the position of a move's first old entry, since optimizers number parameters by their order.
     """
     added: dict[str, dict[str, Any]] = {}
     for old, new, make in moves:
@@ -187,11 +188,11 @@ def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | N
 
 
 def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, experts: int, moments: bool) -> Move | None:
-    """Return the move of a parameter's entries to the module's layout; None: not necessary, or not possible.
+    """Return the move that packs or splits one parameter's entries; None: it is not necessary, or not possible.
 
     Args:
         keys: all keys of the state dict.
-        whole: the key of the packed parameter.
+        whole: the key of the packed parameter, to which keys of single experts' parameters add the expert's number.
         name: "weight" or "bias".
         packed: True: the module's parameter is packed.
         experts: the number of experts.
@@ -231,7 +232,9 @@ def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[
 
 
 def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:
-    """Convert an optimizer's mappings for old parameters to mappings for new ones; None: they do not fit.
+    """Convert the optimizer state of old parameters, a mapping for each, to mappings for new parameters.
+
+    None: the mappings do not fit each other.
 
     New parameters share no tensor, since optimizers write state in place.
 

@@ -1,5 +1,6 @@
-"""Destinations of a module's result and gradients: autograd, given buffers, or the weights' `main_grad`; at once or
-later.
+"""Where a module's result and gradients are written: to autograd, to given buffers, or to the weights' `main_grad`.
+
+Weight gradients are computed in backward, or later by `backward_dw`.
 
 The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
 itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
@@ -35,9 +36,9 @@ Put = Callable[[Job], None]
 
 
 class DelaysWeightGradients(nn.Module):
-    """Base of modules that leave weight gradients out of backward if they were made with delay_wgrad=True.
+    """Base of modules that can leave weight gradients out of backward, for `backward_dw` to compute later.
 
-    `op`: name of the operator that the module calls.
+    They do so if they were made with delay_wgrad=True. `op`: name of the operator that the module calls.
     """
 
     op: ClassVar[str]
@@ -52,7 +53,10 @@ class DelaysWeightGradients(nn.Module):
         return {**self.__dict__, "_pending": deque()}
 
     def new_pass(self) -> Put:
-        """Return a function that stores the jobs that one forward's backward pass leaves for `backward_dw`."""
+        """Return the function with which the backward of one forward stores jobs for `backward_dw`.
+
+        A job computes and writes one weight's gradient.
+        """
         jobs: list[Job] = []
 
         def put(job: Job) -> None:
@@ -94,7 +98,8 @@ def run(
 
     Args:
         operator: the public operator, used if there is no destination other than autograd.
-        call: makes the operator's Call (arguments of one call) from keyword arguments; used otherwise.
+        call: makes the operator's Call (an object of one call's arguments) from keyword arguments; used if there is
+            another destination.
         given: the operator's arguments.
         writers: functions that write weights' gradients instead of autograd, by the operator's argument names.
         out, grad_input: buffers for the result and for x's gradient; None: not given.
@@ -123,14 +128,12 @@ def run(
 
 @_disable_dynamo  # like torch.compiler.disable, which would import the compiler and take a second
 def outside_traces(call: Any, targets: Targets) -> Any:
-    """Run a differentiable call outside of torch.compile's traces, which would lose its writes to other
-    destinations.
-    """
+    """Run a differentiable call outside of torch.compile's traces, which would lose the writes to its `targets`."""
     return differentiate(call, targets=targets)
 
 
 class Experts(NamedTuple):
-    """The weights of a layer in one forward.
+    """The expert weights of one linear layer, and which of them were trained, in one forward.
 
     Attributes:
         name: the weights' name in errors.
@@ -276,8 +279,9 @@ def _write(
 def _groups_of(trained: tuple[bool, ...], groups: dict[str, Any]) -> tuple[dict[str, Any], list[bool]]:
     """Return the groups of rows for grouped_wgrad, and for each group True if it belongs to a trained expert.
 
-    Rows of frozen experts before a trained expert cannot be left out. Adjacent frozen experts form one group, whose
-    gradient is dropped and takes as much memory as one weight. Rows after the last trained expert are in no group.
+    grouped_wgrad cannot leave out rows of frozen experts that come before a trained expert. So adjacent frozen experts
+    form one group, whose gradient is dropped and takes as much memory as one weight. Rows after the last trained expert
+    are in no group.
 
     Args:
         trained: for each expert, True if its weight is trained.

@@ -69,13 +69,13 @@ class Adapted(Call):
             raise ValueError(f"{self.op}: low_w has shape {shape_text(shape)}; give {shape_text(wanted)}, contiguous")
 
     def _width(self, problem: Problem) -> int:
-        """Return the number of columns that the GEMM makes."""
+        """Return the number of columns of the GEMM's result."""
         raise NotImplementedError
 
     def reference(self, problem: Problem) -> Any:
-        """Compute one GEMM of x and low side by side with the weight and low_w.
+        """Compute one GEMM of [x, low] with [weight, low_w], each pair joined along the contraction.
 
-        So the sum is rounded once, as by kernels.
+        So the sum of both products is rounded once, as in kernels.
         """
         lead = take_rows(self.lead, self.rows)
         w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1

@@ -20,7 +20,7 @@ _packed = packer("gate")
 
 
 def width_of(columns: int, activation: str) -> int:
-    """Return the columns of an activation, given those of its preactivation: half of them if it has a gate."""
+    """Return the number of an activation's columns: `columns`, the preactivation's, or half of them with a gate."""
     return columns // 2 if is_gated(activation) else columns
 
 
@@ -29,7 +29,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 class _OfRows(AddressedCall):
-    """A call of a kernel with one CTA for each row."""
+    """Base of the calls of gate and its gradient, whose kernels have one CTA for each row of the preactivation."""
 
     family = "layer"
     leads = "preact"

@@ -1,4 +1,4 @@
-"""grouped_bias_grad: the sum of each expert's rows, computed by the kernel of the weight gradient.
+"""grouped_bias_grad: the sum of dy over each expert's rows, computed by the kernel of the weight gradient.
 
 In torch, segment sums through index_add are not deterministic, a one-hot matmul reads the rows after the last group (0
 * NaN) and costs E times the FLOP, and differences of a cumulative sum cancel. A weight gradient against a matrix of

@@ -1,4 +1,4 @@
-"""grouped_dglu: the gradient of grouped_glu and of the GEMM that follows it, in one call."""
+"""grouped_dglu: the data gradients of an MLP's FC2 and activation in one call: a GEMM with w2, and act'(h) after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PARTIAL_COLUMNS = 64
-"""Columns of the narrowest tile. A row's sum for d_row_scale consists of one partial sum for each tile."""
+"""Columns of the narrowest tile. A row's d_row_scale is the sum of one partial sum for each tile of the row."""
 
 
 class GluGradients(NamedTuple):
@@ -53,7 +53,10 @@ D_ROW_SCALE = ResultTensor("d_row_scale", "d_scale", ("num_rows",), like="row_sc
 
 
 def partial_sums(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch for partial sums of d_row_scale: one for each tile, of any width."""
+    """Return the temporary memory of a launch for partial sums of d_row_scale, one for each row and tile.
+
+    It suffices for the narrowest tiles.
+    """
     shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
     return {"partials": (shape, torch.float32)} if call.makes_result(D_ROW_SCALE) and problem.rows else {}
 

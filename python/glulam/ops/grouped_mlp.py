@@ -135,8 +135,9 @@ def grouped_mlp(
     after the last group are zero.
 
     Args:
-        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes "mxfp8" and
-            "mxfp8_exact" also an MXFP8Tensor by rows; the result then has the dtype of `out` or of a bias, or bfloat16.
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes that
+            quantise x to MXFP8 also an MXFP8Tensor by rows; the result then has the dtype of `out` or of a bias, or
+            bfloat16.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
             With recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one with glu_layout "concat". Recipes
             that quantise take weights of any 16-bit dtype or float32, and prepare them once for each version of their
@@ -147,9 +148,9 @@ def grouped_mlp(
             number of w2's rows may differ from x's columns; the result has as many columns as w2 has rows.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
-        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. Recipes "bf16" and "mxfp8" make no copy of the
-            rows, and "mxfp8" quantises x's N rows; other recipes copy the rows. An index out of range is clamped. Not
-            differentiable when this is given. None: rows of x lie in order.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. Recipes that decode weights ("mxfp8_exact" and
+            the weight-only ones) copy the rows; the others make no copy, and if they quantise x, quantise its N rows.
+            An index out of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
         row_scale: float32 [T], such as the router's probabilities; it scales m and also the second bias. None: 1.
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows; x's dtype. None: no bias.
         b2: [E, H] or a list of E tensors; x's dtype. None: no bias.
@@ -162,6 +163,8 @@ def grouped_mlp(
             (docs/mxfp8-training.md).
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
             "mxfp8_weight_only": weights as "mxfp8_exact", rows in bfloat16.
+            "mxfp4": x and the activation as in "mxfp8", weights in MXFP4, as RebasedWeights or MXFP4Tensors, multiplied
+            exactly in FP8 (docs/mxfp4.md).
             "mxfp4_weight_only", "nvfp4_weight_only": weights in MXFP4 or NVFP4, as MXFP4Tensors or NVFP4Tensors, rows
             in bfloat16 (docs/mxfp4.md, docs/nvfp4.md).
             "fp8_block": x and the activation in E4M3 with a float32 scale for 128 elements, weights with one for
@@ -187,7 +190,8 @@ def grouped_mlp(
         GradientNotSupported: `out` or `rows` is given although an argument requires a gradient, or a second derivative
             is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
-        FoldError (a ValueError): recipe "mxfp8" would change a weight too much.
+        FoldError (a ValueError): recipe "mxfp8" would change a weight too much, or recipe "mxfp4" cannot multiply a
+            weight exactly.
         CaptureError: under CUDA graph capture, splits are on the host, or a weight must first be prepared. (Weights
             that are being trained may be captured: the graph prepares them at each replay.)
     """

@@ -1,9 +1,10 @@
 """Stages of an MLP's training step: the forward that returns the preactivation h, too, and the data gradients.
 
 In 16 bits these stages are only launches of planned training steps (`backward.data_path`); the attribute `step` of
-their calls is the problem of the step's grouped_mlp. In MXFP8 they are also operators, registered with torch so that a
-trace sees each as one operator, but outside the public interface. The MXFP8 stages take the weights that are trained,
-in 16 bits or float32, and prepare them: forward quantises along rows, backward along columns.
+their calls is the `Problem` (sizes and options) of the step's grouped_mlp. In MXFP8 they are also operators, registered
+with torch so that a trace sees each as one operator, but outside the public interface. The MXFP8 stages take the
+weights that are trained, in 16 bits or float32, and prepare them: forward quantises along weight rows, backward along
+weight columns.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ PREACT = ResultTensor("preact", "preact", ("num_rows", "preact_width"))
 
 
 class DataGradients(NamedTuple):
-    """Results of a backward, besides weight gradients.
+    """Results of an MLP's backward, except the gradients of weights and biases.
 
     Attributes:
         dpreact: [T, 2I or I], the gradient of h.
-        act: [T, I], the activation times the row scale, computed again.
-        dx: the gradient of x. None: not wanted.
+        act: [T, I], the activation times the row scale, computed again for w2's gradient.
+        dx: [T, H], the gradient of x; in a layer [num_tokens, H]. None: not wanted.
         d_row_scale: float32 [T]. None: not wanted.
     """
 
@@ -62,7 +63,7 @@ class DataGradients(NamedTuple):
 
 
 def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts, Parts]:
-    """Return w1 and w2 in the form that forward reads.
+    """Return w1 and w2, prepared now if necessary, as the forward's kernels read them.
 
     Args:
         recipe: the recipe's name.
@@ -73,7 +74,9 @@ def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts
 
 
 def weights_backward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
-    """Return w1 and w2 in the form that data gradients read. w1 is None if dx is not wanted.
+    """Return w1 and w2, prepared now if necessary, as the kernels of data gradients read them.
+
+    w1 None: dx is not wanted; None is returned for w1.
 
     Args:
         recipe: the recipe's name.
@@ -127,7 +130,10 @@ def _small_mid(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 
 
 class KeepsPreact(Call):
-    """A forward that also returns h. `is_large`: the activation, in 16 bits, takes more than SMALL_BYTES."""
+    """A forward that also returns the preactivation h.
+
+    `is_large`: the activation, in 16 bits, takes more than SMALL_BYTES.
+    """
 
     is_large: Any = False
 
@@ -144,9 +150,7 @@ class PreparesRows(KeepsPreact):
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
-    """Return the subclass of a call class `kind`, of an MLP or a layer, whose forward also returns the preactivation
-    h.
-    """
+    """Return the subclass of a class `kind` of MLP or layer calls that also returns the preactivation h."""
     if issubclass(kind, QuantizedMlpCall):
         how: Any = PreparesRows
         own = kind.definition.extended(results=(PREACT,), prologue=(_reads_rows,))
@@ -164,7 +168,7 @@ def _forward_reference(call: Any, problem: Problem, out: Tensor, preact: Tensor)
 
 
 class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
-    """The forward in MXFP8 as an operator that returns (y, h).
+    """A call of `forward`, the forward in MXFP8 that returns (y, h).
 
     It is one stage of a training step, so it is not differentiable itself.
     """
@@ -192,7 +196,7 @@ def forward(
     b1: Any = None, b2: Any = None, activation: str, glu_layout: str, recipe: str, trained: bool,
     rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """Compute (y, h) of grouped_mlp, with y in `out` if given.
+    """Compute grouped_mlp in MXFP8; return (y, h): its result, in `out` if given, and the preactivation.
 
     Args:
         trained: a weight requires a gradient; see `PreparedWeights.get`.
@@ -210,12 +214,13 @@ def _tokens(call: Any) -> dict[str, int]:
 
 
 class GradientsCall(Call):
-    """A call that computes the data gradients in 16 bits.
+    """A call that computes an MLP's data gradients (see `DataGradients`) in 16 bits.
 
     Attributes:
         out: buffer for dx. None: a new tensor.
         input_grad: dx is wanted.
-        row_of: of a layer, [num_tokens, K], the row of each token's choice; dx is then summed by token. None: by row.
+        row_of: [num_tokens, K], the row of each token's choice, if the call is of a layer; dx is then summed by token.
+            None: not of a layer; dx has a row for each row of dy.
     """
 
     op = "grouped_mlp_backward"
@@ -272,7 +277,7 @@ def _gradients_reference(call: Any, problem: Problem, *results: Any) -> None:
 
 
 class Mxfp8GradientsCall(PreparesColumns):
-    """The data gradients in MXFP8 as an operator; dx has a row for each row of dy, not for each token."""
+    """A call of `backward`, the data gradients in MXFP8; dx has a row for each row of dy, not for each token."""
 
     torch_op = "grouped_mlp_mxfp8_backward"
     definition = PreparesColumns.definition.extended(reference=_gradients_reference)
@@ -304,7 +309,7 @@ class Mxfp8GradientsCall(PreparesColumns):
 
 
 class WeightGradientCall(GroupedWgradCall):
-    """A weight gradient in a planned training step; one kernel serves both weights of an MLP."""
+    """A weight gradient as a launch of a planned training step; one kernel serves both weights of an MLP."""
 
     def check(self) -> Problem:
         gathers = self.dy_rows is not None or self.x_rows is not None
@@ -330,7 +335,7 @@ def backward(
     row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
     row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
-    """Compute all gradients except those of weights and biases, with dx in `out` if given.
+    """Compute all gradients of grouped_mlp in MXFP8 except those of weights and biases, with dx in `out` if given.
 
     Args:
         dy: the gradient of y.

@@ -57,7 +57,10 @@ def want_16_bits(op: str, name: str) -> NoReturn:
 
 
 def _result_dtype(*others: Any) -> torch.dtype:
-    """Return the result's dtype if x is in MXFP8: from `others`, a dtype, tensors or lists; else bfloat16."""
+    """Return the result's dtype for an x in MXFP8: the first dtype found in `others`, else bfloat16.
+
+    others: dtypes, tensors, lists of tensors, or None.
+    """
     for value in others:
         if isinstance(value, torch.dtype):
             return value
@@ -68,7 +71,7 @@ def _result_dtype(*others: Any) -> torch.dtype:
 
 
 def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
-    """Return x in the form that kernels read.
+    """Return x as the recipe's kernels read it, in 16 bits or as elements and scales.
 
     Args:
         op: the operator, for errors.
@@ -174,7 +177,10 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 
 
 def _copying(call: Any, problem: Problem) -> PrologueStep | None:
-    """Return the step before a launch that makes x contiguous for the kernel that copies rows; None: no copy."""
+    """Return the step before a launch that makes x contiguous, for the kernel that copies its rows; None: no copy.
+
+    Rows are copied only in a layer, see `_copies`.
+    """
     if not _copies(call, problem):
         return None
     if _rounds(problem):
@@ -194,7 +200,7 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, preact: Tensor | None = None) -> None:
-    """Compute `out`, and `preact` if given, on the CPU. weights: w1 and w2 in the form that kernels read."""
+    """Write `out`, and `preact` if given, by the CPU reference. weights: w1 and w2 as kernels read them."""
     mlp_reference.grouped_mlp(
         recipes.RECIPES[call.recipe], call.taken(), weights, call.host_ends(), (call.b1, call.b2), call.row_scale,
         call.function, out, preact,

@@ -52,7 +52,7 @@ class QuantizedMmCall(ReadsQuantized):
 
     @classmethod
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:
-        """Return x and the elements and scales of w; if `rows` are given, x is copied in their order."""
+        """Return x, and w's elements, scales and global scale; if `rows` are given, x is a copy in their order."""
         if rows is not None:
             x = cls.rows_in_order(x, rows)
         return x, *weight_parts(cls.op, "w", w, recipe)

@@ -1,4 +1,4 @@
-"""Quantised weights of calls: their parts (elements, scales, global scale), checks, and the form that kernels read."""
+"""Quantised weights of calls: their parts (elements, scales, global scale), checks, and conversion for kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..host.groups import UNINITIALISED
 from ..recipes import Recipe
 
 FORMS: dict[str, Form] = {name: recipe.weights for name, recipe in recipes.RECIPES.items() if recipe.weights}
-"""Forms in which kernels read weights, by the recipe's name."""
+"""The `Form` (format and layout) in which kernels read weights, by the recipe's name."""
 READY_AS = {name: form.ready_as for name, form in FORMS.items()}
 
 
@@ -46,7 +46,7 @@ def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
 def ready(
     recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None, activation: str = "", glu_layout: str = ""
 ) -> Parts:
-    """Return the prepared parts of a weight that kernels cannot read directly; its own parts if it was not prepared.
+    """Look up the prepared parts of a weight that kernels cannot read directly; return its own parts if there are none.
 
     Args:
         recipe: the recipe's name.
@@ -60,7 +60,7 @@ def ready(
 
 
 def form_of(call: Any, name: str) -> Form:
-    """Return the form in which kernels read a weight of a call.
+    """Return the `Form` (format and layout) in which kernels read a weight of a call.
 
     Args:
         call: a call of an operator with quantised weights.
@@ -82,8 +82,7 @@ def parts_given(call: Any, name: str) -> Parts:
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """Return the call's weight `name` in the layout that the kernels or the CPU reference read; prepare it now if
-    necessary.
+    """Return the call's weight `name` as kernels read it, or on the CPU as the reference does; prepare it if necessary.
 
     The CPU reference reads some weights that are not prepared.
     """
@@ -128,7 +127,7 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
 
 
 def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
-    """Raise ValueError if E4M3 scales of a weight start at an odd address: kernels read two at once.
+    """Raise ValueError if E4M3 scales of a weight start at an odd address, since kernels read two scales at once.
 
     Args:
         kind: the class of the call.
@@ -143,7 +142,7 @@ def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
 
 
 def global_counts(call: Any) -> dict[str, int]:
-    """Return the number of dimensions of each weight's global scales; kernels take it besides the scales' addresses."""
+    """Return, as kernel constants, the number of dimensions of each weight's global scales."""
     found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
     has_counts = OPERANDS[recipes.RECIPES[call.recipe].operands].w.has_global
     return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None and has_counts}
@@ -162,7 +161,7 @@ def check_scale(
 
 
 class ReadsQuantized(Quantized):
-    """A call whose kernels read quantised weights."""
+    """Base of calls whose kernels read quantised weights."""
 
     after_groups = UNINITIALISED
     differentiable = True

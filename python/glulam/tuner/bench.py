@@ -37,7 +37,8 @@ def driver_version() -> str:
 class GpuBench:
     """A GPU that measures kernels. It holds the tensors of one problem at a time, see `load`.
 
-    A step is what is timed: one call of the operator, or for the weight gradients of an MLP one for each weight.
+    A step is the unit that is timed: one call of the operator, or for the weight gradients of an MLP two calls, one for
+    each weight.
 
     Attributes:
         gpu: the GPU's name.
@@ -73,7 +74,13 @@ class GpuBench:
         return self._offs[rows, routing]
 
     def _call(self, function: Function, rows: int, routing: str) -> Call:
-        """Return a function that runs step number n on the n-th set of tensors, in turns."""
+        """Return a function of a number n that runs one step on tensor set n, modulo the number of sets.
+
+        Args:
+            function: the kernel's function.
+            rows: number of rows of all groups.
+            routing: one of `routing.ROUTINGS`.
+        """
         offs = self._groups(rows, routing)
         steps = [[of_rows(bare, rows, offs) for bare in made] for made in self._sets]
 
@@ -84,10 +91,11 @@ class GpuBench:
         return call
 
     def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
-        """Return the specs whose results agree with the results of `first`, on skewed routing.
+        """Return the specs whose results are close to the results of `first`, for groups of skewed sizes.
 
         Args:
             functions: the specs with their functions.
+            first: the spec of the kernel that the others are compared with.
             rows: number of rows to compute, at most the loaded problem's.
         """
         rows = min(rows, self._problem.rows)

@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 def works(problem: Problem, arch: str) -> tuple[Work, ...]:
-    """Return the work of each tile of the problem's specs, in the order of `tiles_of`."""
+    """Return, for each tile that a spec for this problem has, the GEMMs that run on that tile; order of `tiles_of`."""
     here, rows, experts, inner = policy_of(arch), problem.rows, problem.experts, problem.intermediate
     if problem.op == "grouped_wgrad":  # groups have N rows each; the contraction is ragged
         depth = max(rows // experts, 1)
@@ -75,10 +75,10 @@ def tiles_of(spec: Spec) -> list[TileConfig]:
 
 @functools.lru_cache(maxsize=256)
 def candidates(problem: Problem, arch: str, count: int = DEFAULT_COUNT) -> tuple[Spec, ...]:
-    """Return the specs to measure: the shipped ones, the default choice first, then others by modelled time.
+    """Return the specs to measure: first the shipped ones, the default choice leading, then others by modelled time.
 
     Args:
-        count: number of specs besides the shipped ones.
+        count: largest number of specs besides the shipped ones.
     """
     known = shipped_specs(problem, arch)
     alike: Counter[tuple[tuple[int, int], ...]] = Counter()

@@ -33,7 +33,7 @@ from .session import Options, Session
 
 TUNED = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.x is None)
 """Names of the recipes that can be tuned: those whose kernels read x only as 16-bit rows."""
-COMPILE_S = 1.7  # one kernel, with its process
+COMPILE_S = 1.7  # seconds to compile one kernel, including the start of its process
 SETUP_S = 3.0
 
 
@@ -143,7 +143,7 @@ def shape_of(
     recipe: TunedRecipe = "bf16",
     **rest: Any,
 ) -> Problem:
-    """Return the problem that `tune`'s arguments describe, with 0 rows.
+    """Return the layer that `tune`'s arguments describe, as a Problem whose number of rows is still 0.
 
     Raises:
         ValueError: the recipe cannot be tuned.
@@ -170,15 +170,18 @@ def shape_of(
 
 
 def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
-    """Return the problems to tune: the shape itself, or the three problems of an MLP's training step.
+    """Check a layer, and return the Problems that `tune` measures for it, one table entry each.
+
+    Usually this is `shape` alone. With `training` it is a grouped_mlp's training step: the forward that stores its
+    preactivation, the data gradients (grouped_dglu), and the weight gradients (grouped_wgrad).
 
     Args:
-        caller: the function's name in messages.
-        shape: the problem that `shape_of` returns.
-        training: tune the training step of a grouped_mlp.
+        caller: name of the function with which error messages begin.
+        shape: the layer's operator, sizes and options, as `shape_of` returns them.
+        training: return the training step of `shape`, which must be a grouped_mlp.
 
     Raises:
-        ValueError: options contradict each other, or no kernel serves the problems.
+        ValueError: options contradict each other, or no kernel serves the layer.
     """
     for name, given, ops in (
         ("training", training, ("grouped_mlp",)),
@@ -252,12 +255,15 @@ def run(
 
 
 def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], None]) -> Layer:
-    """Run one session, and return its layer, which is written to the table as well.
+    """Run one session, write its layer (the table's entry for a problem) to the table, and return the layer.
 
     Points that an interrupted run with the same options has measured are taken from the table.
 
     Args:
-        advance: called with a number of finished contests.
+        session: the session.
+        stamp: the GPU, versions and sources for which the table's section holds.
+        path: the table.
+        advance: called with a number of finished contests, see `Session.run`.
     """
     asked = json.dumps(dataclasses.asdict(session.options))
     points = _measured_already(session, asked, stamp, path)
@@ -275,11 +281,12 @@ def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], 
 
 
 def _measured_already(session: Session, asked: str, stamp: Stamp, path: Path) -> dict[float, Point]:
-    """Return the points, by rows an expert, of an interrupted run with the same options, from the table at `path`.
+    """Return the points, by rows an expert, that an interrupted run with the same options left in the table at `path`.
 
     Args:
-        asked: the options as JSON.
-        stamp: the stamp that the points must have.
+        session: the session that continues the run.
+        asked: the session's options as JSON.
+        stamp: the stamp that the table's section must have.
     """
     sections = table.read(path) if path.exists() else []
     held = [section.layers for section in sections if not section.stamp.unlike(stamp)]

@@ -24,7 +24,7 @@ def _us(point: Point, name: str) -> str:
 
 
 def rows_of(layer: Layer) -> list[tuple[str, ...]]:
-    """Return the table's rows, one for each point, in the columns of HEADER."""
+    """Return the lines of the report's table as cells in the columns of HEADER: a line for each point of a layer."""
     return [
         (
             f"{point.rows_per_expert:.15g}",

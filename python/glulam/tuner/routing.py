@@ -1,4 +1,7 @@
-"""Group sizes of the two routings for which a kernel is chosen. The sizes are the same on every machine."""
+"""Group sizes (rows of each expert) of the two routings under which the tuner measures kernels.
+
+The sizes are the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def apportion(rows: int, weights: list[float]) -> list[int]:
 
 
 def group_sizes(rows: int, experts: int, routing: str) -> list[int]:
-    """Return the rows of each expert, [experts]; they sum to `rows`. Raises ValueError for an unknown routing."""
+    """Return the number of rows of each expert; they sum to `rows`. Raises ValueError for an unknown routing."""
     name, _, concentration = routing.partition(":")
     if name not in ("uniform", "dirichlet"):
         raise ValueError(f"tune: routing is {routing!r}; choose 'uniform' or 'dirichlet:0.5'")

@@ -29,9 +29,13 @@ from .timing import Summary, interleave
 
 ROWS_PER_EXPERT = (1, 4, 16, 64, 128, 256, 1024, 4096)
 FINAL_SHARE = 0.4  # share of the time for one number of rows that goes to the final
-ROUNDS, FINAL_ROUNDS = (3, 15), (7, 31)  # at least and at most
+ROUNDS, FINAL_ROUNDS = (3, 15), (7, 31)  # (least, largest) number of rounds of samples
 MAX_US = 50e3
-"""Longest step that is measured: longer steps have many tiles, and the choice for the next shorter step holds."""
+"""Longest step that is measured, in microseconds.
+
+Longer steps have many tiles, so the choice for fewer rows holds for them, too; it is used up to `known.REACH` times the
+rows that were measured.
+"""
 CHECK_ROWS = 48
 """Rows an expert for comparing candidates' results: with skewed routing there are whole tiles and partial tiles."""
 DIGITS = 4
@@ -47,7 +51,7 @@ class Options:
 
     Attributes:
         rows_per_expert: mean numbers of rows an expert to measure.
-        budget_s: seconds of sampling.
+        budget_s: seconds of sampling for each problem.
         count: candidates besides the shipped kernels, at each number of rows.
     """
 
@@ -69,7 +73,7 @@ class Decision(NamedTuple):
 
 
 def mean_us(times: Times, spec: Spec) -> float:
-    """Return the geometric mean over the routings of a spec's median times."""
+    """Return a kernel's time in microseconds: the geometric mean, over the routings, of its median times."""
     return math.exp(sum(math.log(summaries[spec].median_us) for summaries in times.values()) / len(times))
 
 
@@ -139,7 +143,7 @@ class Session:
         return {spec.name: spec for problem in self.problems for spec in self.candidates(problem)}
 
     def layer(self, points: Collection[Point], unfinished: Unfinished | None = None) -> Layer:
-        """Return the table's entry for these points, with only the kernels that were measured.
+        """Return the tuned table's entry for this problem, with these points and the kernels that they measured.
 
         Args:
             points: the measurements, in any order.
@@ -151,7 +155,9 @@ class Session:
         return Layer(layer_of(self.problems[0]), kernels, ascending, unfinished)
 
     def run(self, known: Collection[float], advance: Advance = lambda: None) -> Iterator[Point]:
-        """Yield a point for each number of rows when it is decided, except for those in `known`.
+        """Yield a point (times and chosen kernel at one number of rows) as soon as it is decided, fewest rows first.
+
+        Numbers of rows in `known` are left out.
 
         Args:
             known: numbers of rows an expert that need no measurement.

@@ -26,7 +26,7 @@ Tell = Callable[[str], Any]
 
 
 class Wrong(Exception):
-    """A wrong result; the message says which result, and why."""
+    """Raised if a trial gives a wrong result; the message says which result, and why."""
 
 
 def prefer(spec: Spec) -> None:
@@ -52,7 +52,7 @@ def _all(given: Given, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
 
 
 def _in_float64(given: Given) -> dict[str, Any]:
-    """Return the arguments in float64. Integers and quantised tensors stay as they are; the latter are exact."""
+    """Return the arguments in float64. Integers stay as they are; so do quantised tensors, whose values are exact."""
 
     def wide(one: Tensor) -> Tensor:
         return one.double() if one.is_floating_point() else one

@@ -56,11 +56,11 @@ def _dtype(spec: Any) -> torch.dtype:
 
 
 def _sizes(size: Size, hidden: int) -> list[Sized]:
-    """Return every routing with H and I; layers of more than 100 experts are small.
+    """Return (routing, H, I) for every routing of the trials, and (ODD, 736, 1504) with `size.has_odd`.
 
     Args:
         size: the sizes of trials.
-        hidden: H.
+        hidden: H; with more than 100 experts H = I = 96 instead.
     """
     each = routings(size)
     small = [(96, 96) if len(routing.sizes) > 100 else (hidden, size.inter) for routing in each]
@@ -78,7 +78,10 @@ def _replayed(sized: Sized, size: Size) -> Given:
 
 
 def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_mm. Weights in formats that it does not decode are only tried in an MLP, see `mlp`."""
+    """Yield trials of grouped_mm.
+
+    Weights in formats that grouped_mm does not decode are tried only as part of an MLP, see `mlp`.
+    """
     if spec.in_halves:
         yield from _in_halves(spec, size)
         return
@@ -115,8 +118,10 @@ def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given
     """Return the arguments low and low_w of an adapted GEMM (see `ops.adapted`); empty if the spec is not adapted.
 
     Args:
-        width: columns that the GEMM makes.
-        contracts_rows: the GEMM contracts over rows of the weights.
+        spec: the GEMM's spec.
+        routing: the groups of rows.
+        width: columns of the GEMM's result.
+        contracts_rows: the GEMM contracts over the weights' rows, so that low_w is transposed.
     """
     if not spec.adapted:
         return {}
@@ -207,16 +212,17 @@ def _forms(activation: str, layout: str) -> list[tuple[str, str]]:
 def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
     """Return the sizes of trials for a kernel of FC1.
 
-    A kernel for any I gets an I that is no multiple of the layout's blocks; otherwise another kernel would serve the
-    call.
+    A kernel that takes any I (glu_layout "strided") gets an I that is no multiple of the layout's blocks; otherwise
+    another kernel would serve the call.
     """
     less = BLOCK_ROWS // 4 if spec.glu_layout == "strided" else 0
     return [(r, h, i - less) for r, h, i in _sizes(size, hidden)]
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
-    """Yield pairs ((activation, layout), sizes): all forms with the first sizes, then the first form with all other
-    sizes.
+    """Yield pairs ((activation, layout), sizes) of trials: not every combination.
+
+    All pairs (activation, layout) come with the first sizes, and the first pair with all other sizes.
     """
     forms = _forms(spec.activation, spec.glu_layout)
     yield from ((form, sizes[0]) for form in forms)
@@ -347,8 +353,8 @@ def _dglu_alone(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> I
 def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> Iterator[Trial]:
     """Yield trials of an MLP's backward to its inputs, dx and d_row_scale.
 
-    The limit is never reached, since a preactivation that rounding takes across the limit has another gradient;
-    `_dglu_alone`, whose preactivations are inputs, tries the limit.
+    The activation's limit is so large that it is never reached: the gradient differs if rounding takes a preactivation
+    across the limit. `_dglu_alone`, whose preactivations are inputs, tries the limit.
     """
     (routing, hidden, inter), dtype = sized, _dtype(spec)
     if routing.rows < 2:  # another path serves a single row
@@ -379,7 +385,7 @@ def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
 
 
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_wgrad: `out` is overwritten, added to, or one of the two for each expert by a mask.
+    """Yield trials of grouped_wgrad that overwrite `out`, add to it, or do one or the other by an expert mask.
 
     Elements to be overwritten are NaN before the call.
     """
@@ -409,6 +415,6 @@ def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
 
 
 def _wgrad(options: dict[str, Any], given: Given) -> list[Tensor]:
-    """Call grouped_wgrad with a copy of the buffer `out`."""
+    """Return the result of grouped_wgrad, called with a copy of the buffer `out`, so that it can be called again."""
     out = torch.empty_like(given["out"]).copy_(given["out"])
     return [grouped_wgrad(**{**given, "out": out}, **options)]

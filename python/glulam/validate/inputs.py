@@ -52,7 +52,7 @@ class Size(NamedTuple):
         tokens: numbers of tokens that are routed, sorted, or copied to rows.
         row_width: H of these tokens.
         matrices: shapes of matrices that are quantised.
-        streams: for hyper-connections, the streams' dimensions before n, and C.
+        streams: for hyper-connections, pairs (dimensions of the tokens, C) of streams [..., n, C].
     """
 
     rows: int = 300
@@ -74,9 +74,9 @@ class Size(NamedTuple):
 FULL = Size()
 """Sizes of a full validation.
 
-Tokens: one; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one launch
-(MOST_SORTED). Streams: one token, odd counts, one vector of 16 bytes, no multiple of any tile, more vectors than
-threads.
+`tokens`: one; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one launch
+(MOST_SORTED). `streams`: one token and unusual numbers of tokens; widths C of one vector of 16 bytes, of no multiple
+of any tile, and of more vectors than threads.
 """
 
 

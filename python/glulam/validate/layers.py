@@ -1,4 +1,4 @@
-"""Trials of the kernels around a layer's experts: routing, rows of tokens, and rows of other ranks."""
+"""Trials of the kernels around a layer's experts: routing, copies of tokens to rows and back, activations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
 Gate = tuple[str, str, Numbers]
-"""Name of an activation, its layout, and the numbers of all activations, as `gate_rows` takes them."""
+"""An activation as `gate_rows` takes it: its name, its column layout, and the constants of all activations."""
 NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
 """Tolerance for weights of choices, which are float32."""
@@ -34,7 +34,10 @@ assert max(FULL.tokens) * TOP_K > MOST_SORTED
 
 
 def _tables(made: Routing) -> list[Tensor]:
-    """Return the tensors of a routing that hold rows, cut after the last row, since later entries are undefined."""
+    """Return offs, row_of, token_of_row and weight_of_row of a routing.
+
+    The last two are cut after the last group's rows, since later entries are undefined.
+    """
     end = int(made.offs[-1])
     return [made.offs, made.row_of, made.token_of_row[:end], made.weight_of_row[:end]]
 
@@ -44,9 +47,9 @@ def _chosen(made: Routing) -> list[Tensor]:
 
 
 def _logits(tokens: int, experts: int) -> Tensor:
-    """Return logits [tokens, experts] with which all dtypes choose the same experts.
+    """Return logits [tokens, experts] for which routers in all dtypes choose the same experts.
 
-    Some are equal; the others differ by more than any rounding.
+    Some logits of a token are equal; the others differ by more than any rounding.
     """
     generator = torch.Generator().manual_seed(tokens)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
@@ -54,7 +57,7 @@ def _logits(tokens: int, experts: int) -> Tensor:
 
 
 def _sizes(spec: LayerSpec, size: Size) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a number of tokens and a number of experts: the most that a kernel serves, and fewer."""
+    """Yield (tokens, experts): each number of tokens with the most experts that the kernel serves, and with fewer."""
     return product(size.tokens, (spec.experts, spec.experts - spec.experts // 4 - 4))
 
 
@@ -166,7 +169,7 @@ def rows(spec: LayerSpec, size: Size) -> Iterator[Trial]:
 
 
 def gates(spec: LayerSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of every activation and layout, or of their gradients."""
+    """Yield trials of the kernel of activations alone, or of its backward, for every activation and layout."""
     dtype = getattr(torch, spec.dtype)
     forms = [*product(GATED, GLU_LAYOUTS), *((name, "concat") for name in UNGATED)]
     for number, (activation, layout) in enumerate(forms):

@@ -67,8 +67,11 @@ def _inputs(name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype
     """Return random tensors for an operator, by name; tokens differ in scale.
 
     Args:
-        name, lead, n, c: see `_shapes`.
-        dtype: of the streams. of_params: of the parameters.
+        name: the operator.
+        lead: dimensions of the tokens.
+        n, c: number of streams, and their width.
+        dtype: dtype of the streams.
+        of_params: dtype of the parameters.
     """
     made = {}
     for place, (shape, is_stream) in enumerate(_shapes(name, lead, n, c)):
@@ -104,8 +107,9 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _in_mxfp8(given: Given, block: Block, return_x: bool) -> list[Tensor]:
-    """Return the results of a boundary with x in MXFP8, and for each byte of x 1 if it equals x's quantisation, else
-    0.
+    """Return the results of `mhc.boundary` with x in MXFP8, but instead of x's bytes 1.0 or 0.0 for each byte.
+
+    1.0: the byte equals that of x quantised separately.
     """
     tensors = list(given.values())
     wanted = mhc.boundary(*tensors)

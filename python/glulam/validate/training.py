@@ -24,7 +24,7 @@ Formed = Iterable[tuple[tuple[str, str], tuple[Routing, int, int]]]
 def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
     """Yield trials of a training step of grouped_mlp, which compare its result and gradients.
 
-    They compare the gradient of x or, for a grouped_dglu without a following data gradient, the weights' gradients.
+    The gradient compared is x's or, for a grouped_dglu that does not compute dx, the weights'.
 
     Args:
         spec: the spec of the function that is tried.

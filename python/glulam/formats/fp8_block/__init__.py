@@ -1,4 +1,4 @@
-"""FP8 with block scales: float8_e4m3fn elements, and a float32 scale for each 128 x 128 of a weight or 128 of a row."""
+"""FP8 with block scales: E4M3, one float32 scale for 128 x 128 elements of a weight, or 128 elements of a row of x."""
 
 from .quantize import quantize_fp8_block
 from .tensor import FP8BlockTensor

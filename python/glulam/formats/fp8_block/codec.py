@@ -3,7 +3,7 @@
     scale      max(fl32(amax / 448), 2^-126); 1 for a block of zeros; NaN for a block with a NaN or an Inf
     element    x * fl32(1 / scale), rounded to nearest even, at most 448; NaN if the block's scale is NaN
 
-2^-126, the least normal number, keeps 1 / scale finite.
+fl32(v) is v rounded to float32. 2^-126, the least normal number of float32, keeps 1 / scale finite.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def encoded_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode float32 strips [S, rows, C]: return E4M3, and a scale per 128 columns of a strip, [S, ceil(C / 128)]."""
+    """Encode float32 strips [S, rows, C]: return E4M3 of this shape, and a scale for each 128 columns of a strip.
+
+    The scales are float32 [S, ceil(C / 128)].
+    """
     columns = strips.shape[2]
     blocks = pad(strips, (0, -columns % BLOCK)).unflatten(2, (-1, BLOCK))
     scale = scales_of_maxima(blocks.abs().amax(dim=(1, 3)))
@@ -54,9 +57,9 @@ def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of E4M3 data [..., R, C] with row scales [..., R, ceil(C / 128)]; exact in float64.
+    """Return the values of E4M3 data [..., R, C] with scales [..., R, ceil(C / 128)]; exact in float64.
 
-    A row scale belongs to 128 elements of a row.
+    Each scale belongs to 128 consecutive elements of a row.
     """
     assert data.dtype == DATA_DTYPE
     return data.to(dtype) * scale.to(dtype).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]

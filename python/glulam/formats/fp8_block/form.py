@@ -1,4 +1,4 @@
-"""FP8 with block scales as kernels read it: the form of weights, and the rounding of rows."""
+"""FP8 with block scales as kernels read it: the layout of weights, and the rounding of rows of x."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .tensor import MULTIPLE, FP8BlockTensor, grid_shape, values_of
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Block(Form):
-    """The form of an FP8BlockTensor: a scale for 128 x 128 elements.
+    """The layout of an FP8BlockTensor for kernels: one float32 scale for each 128 x 128 elements of a weight.
 
     Attributes:
-        decoded_to: dtype to which kernels round an element times its scale. None: kernels multiply elements, and scale
-            the sums of 128 products.
+        decoded_to: dtype to which kernels round an element times its scale. None: kernels multiply the E4M3 elements,
+            and scale each sum of 128 products.
         in_halves: a weight in 16 bits is quantised in two halves of rows, each with its own grid of scales.
     """
 
@@ -85,7 +85,7 @@ FP8_BLOCK_IN_BF16 = Fp8Block(torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Rows:
-    """Rows as GEMMs multiply them: E4M3 elements with a float32 scale for 128 of a row."""
+    """The format of rows (of x or the activation) in GEMMs: E4M3, and a float32 scale for 128 elements of a row."""
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return values quantised to this format and decoded, in float32 or float64."""

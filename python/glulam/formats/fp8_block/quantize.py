@@ -20,7 +20,7 @@ def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
     """Return w in E4M3 with a float32 scale for each block of 128 x 128.
 
     A block's scale is amax / 448, at least 2^-126; the scale of a block of zeros is 1. Elements are rounded to nearest
-    even. A NaN or an Inf makes its block's scale NaN, and all elements of the block.
+    even. A NaN or an Inf makes its block's scale and all elements of the block NaN.
 
     Args:
         w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 16.
@@ -51,7 +51,10 @@ def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
 
 
 def _quantize(matrix: Tensor, data: Tensor, grid: Tensor) -> None:
-    """Quantise matrix [N, K] into data [N, K] and the grid of scales."""
+    """Quantise matrix [N, K], and write its elements to data [N, K] and its scales to grid.
+
+    grid: [ceil(N / 128), ceil(K / 128)].
+    """
     for first in range(0, len(grid), CHUNK_BLOCKS):
         rows = slice(first * BLOCK, (first + CHUNK_BLOCKS) * BLOCK)
         data[rows], grid[first : first + CHUNK_BLOCKS] = encoded_tiles(matrix[rows])

@@ -34,7 +34,7 @@ class FP8BlockTensor(Stored):
         scale: [..., ceil(N / 128), ceil(K / 128)] float32; or [..., 2, ceil(N/2 / 128), ceil(K / 128)], see above.
 
     Raises:
-        ValueError, TypeError: the parts do not fit together.
+        ValueError, TypeError: data and scale do not fit together.
     """
 
     data: Tensor

@@ -23,7 +23,10 @@ def values_of(data: Tensor, exponents: Tensor) -> Tensor:
 
 
 def scale_exponents(amax: Tensor) -> Tensor:
-    """Return E8M0 bytes, uint8, of the scales 2^(floor(log2 amax) - 2). amax: float32 maxima of blocks."""
+    """Return E8M0 bytes, uint8, of the scales 2^(floor(log2 amax) - 2) of blocks.
+
+    amax: the greatest magnitude of each block, float32.
+    """
     exponent = (amax.view(torch.int32) >> F32_MANTISSA_BITS) - MAX_EXPONENT
     return exponent.clamp(min=0).masked_fill(amax.isnan(), E8M0_NAN).to(torch.uint8)
 

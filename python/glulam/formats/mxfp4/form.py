@@ -1,4 +1,4 @@
-"""Forms of MXFP4 weights: prepared words (`Mxfp4`), and re-based weights for FP8 GEMMs (`Mxfp4Rebased`)."""
+"""Layouts of MXFP4 weights for kernels: `Mxfp4`, words of eight elements; `Mxfp4Rebased`, for GEMMs in FP8."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Mxfp4(Words):
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Rebased(Form):
-    """The form of a RebasedWeight: a checkpoint's bytes and scales, and a power of two for each row (`rebase`)."""
+    """The layout of a RebasedWeight: a checkpoint's bytes and scales, and a power of two for each weight row.
+
+    See `rebase` for what the powers of two are for.
+    """
 
     name = REBASED
     kind = MXFP4Tensor
@@ -50,7 +53,7 @@ class Mxfp4Rebased(Form):
         return parts.global_scale is not None and super().is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Return prepared parts as copies, since parts cached for a weight must not keep its memory alive."""
+        """Return prepared parts as copies: the cache of prepared weights must not keep the weight's memory alive."""
         parts = self.quantized(parts.data) if parts.scale is None else parts
         data, scale = words_of_bytes(parts.data).clone(), parts.scale.clone()  # type: ignore[union-attr]
         return Parts(data, scale, row_scales(data, scale, "recipe 'mxfp4'").view(SCALE_DTYPE))

@@ -55,7 +55,7 @@ def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
 
 
 def _experts(w: Tensor, out: MXFP4Tensor) -> list[Tensor]:
-    """Return w, data and scale bytes as views [experts, rows, columns]."""
+    """Return w, out's data and out's scales as bytes, each viewed as [matrices, rows, columns]."""
     parts = w, out.data, out.scale.view(torch.uint8)
     return [part[None] if part.dim() == 2 else part.flatten(0, -3) for part in parts]
 

@@ -1,4 +1,4 @@
-"""Re-basing: give each MXFP4 row a power of two, a few binades from the scales of all its blocks.
+"""Re-basing: give each row of an MXFP4 weight a power of two, so that FP8 MMAs multiply the row exactly.
 
 An E2M1 number times 2^k, k = -6 .. 6, is an E4M3 number. So FP8 MMAs multiply a row exactly if its blocks' scales are
 within 2^12 of each other: on the way to the MMA, a block's elements are multiplied by the ratio of the block's scale to
@@ -42,7 +42,7 @@ class RebasedWeight(Stored):
         row_scale: [E, N] float8_e8m0fnu, contiguous: for each row, 2^-6 times its greatest scale; uint8 is accepted.
 
     Raises:
-        ValueError, TypeError: the parts do not fit together.
+        ValueError, TypeError: data, scale and row_scale do not fit together.
     """
 
     data: Tensor
@@ -85,7 +85,7 @@ class RebasedWeight(Stored):
 
 @torch.no_grad()
 def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
-    """Find a power of two for each row of MXFP4 expert weights, so that FP8 GEMMs multiply them exactly.
+    """Find a power of two for each row of MXFP4 expert weights, so that FP8 GEMMs multiply the weights exactly.
 
     Call this once, at load. The result shares w's data and scales if w is not prepared and its parts are contiguous;
     else they are copied. One value is read back from the device.
@@ -115,7 +115,10 @@ def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
 
 
 def words_of_bytes(data: Tensor) -> Tensor:
-    """Return an MXFP4Tensor's data as int32 [..., K/8]: a view of contiguous bytes; a copy if data is prepared."""
+    """Return an MXFP4Tensor's data as int32 [..., K/8], four of a checkpoint's bytes in a word.
+
+    The result is a view if data are bytes, contiguous and aligned; else a copy.
+    """
     made = bytes_of(data) if data.dtype == WORD_DTYPE else data.contiguous()
     if made.storage_offset() % WORD_BYTES:
         made = made.clone()
@@ -123,7 +126,7 @@ def words_of_bytes(data: Tensor) -> Tensor:
 
 
 def row_scales(data: Tensor, scale: Tensor, op: str) -> Tensor:
-    """Return bytes [E, N] of the rows' powers of two.
+    """Return the power of two of each weight row as an E8M0 byte, uint8 [E, N].
 
     Args:
         data, scale: as in a RebasedWeight.

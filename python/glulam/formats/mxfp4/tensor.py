@@ -28,7 +28,7 @@ class MXFP4Tensor(FourBits):
         scale: [..., N, K/32] float8_e8m0fnu; uint8 is accepted.
 
     Raises:
-        ValueError, TypeError: the parts do not fit together.
+        ValueError, TypeError: data and scale do not fit together.
     """
 
     data: Tensor

@@ -3,7 +3,8 @@
 Hopper's tensor cores do not support block scales. E4M3 is a floating-point format, so a power of two can move from a
 scale into the elements, exactly down to the spacing of E4M3's subnormals: docs/mxfp8.md has the bounds and the reasons.
 
-On a GPU a kernel folds. Torch folds on the CPU, as the kernel's reference, and measures the numbers of the report.
+On a GPU a kernel folds. On the CPU torch's operators fold; they are the kernel's reference, and they also measure the
+numbers of a FoldReport.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 FOLDED = "mxfp8 folded by "
-"""Name of the form of folded weights, before the axis."""
+"""Beginning of the names of the forms of folded weights; the axis, "row" or "col", follows."""
 MAX_ERROR = 1e-2
 """Largest change accepted by default, relative to a block's norm; quantising to MXFP8 changes a block by 2.6e-2."""
 WIDE = BLOCK_SIZES["1x128"]
@@ -54,7 +55,11 @@ Weight = Tensor | MXFP8Tensor | Sequence[Tensor]
 
 
 class FoldError(ValueError):
-    """Folding would change a weight too much, or the weight is not finite; the message names the expert."""
+    """Raised when a weight cannot be prepared for FP8 GEMMs; the message names the expert, and the remedy.
+
+    Either folding would change the weight too much, or block scales of a row of an MXFP4 weight are too far apart, or
+    the weight has a NaN or an Inf.
+    """
 
 
 class Place(NamedTuple):
@@ -63,7 +68,7 @@ class Place(NamedTuple):
     Attributes:
         expert, row: the expert and the row.
         block: number of the block along the contraction.
-        binades: powers of two by which folding moves the block down.
+        binades: powers of two by which folding moves the block's elements down.
     """
 
     expert: int
@@ -79,11 +84,11 @@ class FoldReport(NamedTuple):
         binades: numbers of blocks of 32 that were moved down by 0, 1, 2, ... powers of two; the last counts the blocks
             moved by this much or more. Blocks of zeros are not counted.
         changed: share of the nonzero elements whose value changed.
-        error: the largest change of a row, as a norm, relative to the row's norm.
-        error_bound: the largest change of a block of 32, relative to the block's norm: no result moves by more than
-            this share of sum_b |w_b| |x_b|, for any activations. Blocks below 2^-24 of their row's maximum are left
-            out.
-        worst: the block with this change.
+        error: the largest ratio of the norm of a row's change to the row's norm.
+        error_bound: the largest ratio of the norm of a block's change to the block's norm, for blocks of 32. Whatever
+            the activations x are, no result changes by more than this share of the sum over blocks b of |w_b| |x_b|.
+            Blocks below 2^-24 of their row's maximum are left out.
+        worst: the block whose ratio is `error_bound`.
     """
 
     binades: tuple[int, ...]
@@ -116,7 +121,7 @@ class FoldedWeight(Scaled):
         report: changes that folding made. None: not measured.
 
     Raises:
-        ValueError, TypeError: the parts do not fit together.
+        ValueError, TypeError: data and scale do not fit together.
     """
 
     data: Tensor
@@ -177,8 +182,8 @@ def prepare_mxfp8_weight(
 ) -> FoldedWeight | FoldedWeights:
     """Quantise expert weights to MXFP8 and fold their scales to one power of two for each row.
 
-    Call this once at load, or after each training step. On a GPU one kernel does all of it for one axis of a packed
-    weight, or for one axis of each expert of a list. The report uses torch's operators and takes many times as long.
+    Call this once at load, or after each training step. On a GPU one launch quantises and folds a packed weight along
+    one axis; a list takes a launch for each expert. The report uses torch's operators and takes many times as long.
 
     Args:
         w: [E, N, K], or a list of E tensors [N, K]: bfloat16, float16 or float32. Or an MXFP8Tensor [E, N, K] with the
@@ -220,8 +225,8 @@ def prepare_mxfp8_weight(
 def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
     """Convert block "1x32" to "1x128": the same values with one scale for 128 elements, as FP8 GEMMs read activations.
 
-    This folds as for weights, but within 128 elements: exact except for elements below 2^-17.8 of their 128's maximum.
-    A NaN in one of the four scales makes all four NaN.
+    The four scales of 128 elements are folded into one, as for a row of a weight. This is exact except for elements
+    below 2^-17.8 of the maximum of the 128 elements. A NaN in one of the four scales makes all four NaN.
 
     Args:
         q: a tensor quantised by rows, with plain scales; returned unchanged if its block is "1x128" already.
@@ -244,7 +249,7 @@ def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
 
 
 def _pieces(w: Any, axis: str) -> list[Tensor]:
-    """Return the weight as tensors [e, N, K]: a packed weight as one tensor, a list as one tensor for each expert.
+    """Return the weight as a list of tensors: one [E, N, K] if it is packed, else one [1, N, K] for each expert.
 
     Raises:
         TypeError, ValueError: w is not a weight that can be folded along `axis`.
@@ -361,7 +366,7 @@ def _fold_by_torch(
 
 
 def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the elements of each row on one scale: the least that keeps the row's largest element at 448 or below.
+    """Move the elements of each row to one scale: the least that keeps the row's largest element at 448 or below.
 
     Args:
         blocks: elements [R, blocks, 32], float32.

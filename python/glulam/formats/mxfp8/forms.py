@@ -1,4 +1,4 @@
-"""Forms of MXFP8 weights (a scale for 32 elements, or for each row after folding), and rounding of rows to MXFP8."""
+"""Layouts of MXFP8 weights for kernels, one scale for 32 elements or (folded) for a row; rounding of rows to MXFP8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tensor import MXFP8Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Form):
-    """The form of an MXFP8Tensor with plain scales: a scale for 32 elements of a row."""
+    """The layout of an MXFP8Tensor with plain scales: one scale for 32 elements of a row."""
 
     name = "mxfp8"
     kind = MXFP8Tensor
@@ -49,7 +49,7 @@ class Blocks(Form):
 
 @dataclasses.dataclass(frozen=True)
 class Folded(Blocks):
-    """The form of a FoldedWeight: one scale for each row. `axis`: see `prepare_mxfp8_weight`."""
+    """The layout of a FoldedWeight: one scale for each row. `axis`: the axis that a GEMM contracts, "row" or "col"."""
 
     classes = (FoldedWeight, MXFP8Tensor)
     ready_as = DATA_DTYPE, 2
@@ -88,9 +88,9 @@ class Folded(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnBlocks(Blocks):
-    """The form for data gradients: a transposed weight [E, K, N], with a scale for 32 elements along N.
+    """The layout of a weight for data gradients, which contract over N: transposed, [E, K, N].
 
-    A data gradient contracts over N.
+    One scale belongs to 32 elements along N.
     """
 
     name = "mxfp8-col"
@@ -106,7 +106,10 @@ FOLDED_ROWS, FOLDED_COLUMNS = map(Folded, AXES)
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of E4M3 elements with scales, as GEMMs multiply them. `block`: a key of `layout.BLOCK_SIZES`."""
+    """The format of rows (of x or the activation) that GEMMs multiply: E4M3 elements with E8M0 scales.
+
+    `block`: a key of `layout.BLOCK_SIZES`, which says how many elements of a row share a scale.
+    """
 
     block: Block
 
@@ -117,7 +120,7 @@ class Rows:
 
 
 class Columns(Rows):
-    """A group's rows, quantised for weight gradients: elements of 32 consecutive rows of a column share a scale.
+    """The format of a group's rows in weight gradients: elements of 32 consecutive rows of a column share a scale.
 
     Blocks are counted from the group's first row.
     """

@@ -49,9 +49,10 @@ def scale_shape(rows: int, columns: int, axis: str, scale_layout: str) -> tuple[
 
 
 def band_bytes(rows: int, groups: int, columns: int) -> int:
-    """Return the bytes that the scales of groups' columns take: an atom for each band of 128 rows and each 128 columns.
+    """Return the bytes of the swizzled scales of a matrix [rows, columns] quantised by columns, group by group.
 
-    Source: `cute_kernels.memory.scale_bands`. Each group may add one band, since its rows need not fill the last one.
+    Each band of 128 rows of a group has an atom of 512 scales for each 128 columns. There are at most rows // 128 +
+    groups bands, since each group may leave its last band partly empty. Source: `cute_kernels.memory.scale_bands`.
     """
     return round_up(columns, ATOM_OUTER) // ATOM_OUTER * (rows // GROUP_ALIGNMENT + groups) * ATOM
 

@@ -52,8 +52,8 @@ def quantize_mxfp8(
     """Return x in MXFP8: E4M3 elements with a power of two for each 32 of them along an axis.
 
     One kernel does this, and reads x once. A block's scale is the least power of two not below amax / 448; elements are
-    rounded to nearest even. A NaN makes its block's scale and elements NaN; an Inf makes the scale 2^127, so that it
-    stays infinite.
+    rounded to nearest even. A NaN makes its block's scale and elements NaN; an Inf makes the scale 2^127, so that the
+    dequantised value is infinite, too.
 
     With `offs` and a column copy, x is a buffer whose groups begin at multiples of 128 rows: group e is the rows from
     offs[e-1], rounded up to a multiple of 128, to offs[e]. The rows from there to the next multiple of 128 may hold
@@ -135,7 +135,7 @@ def _reference(call: Any, problem: Problem, *results: Tensor) -> None:
 
 
 class QuantizeMxfp8Call(Call):
-    """A call of quantize_mxfp8. `out`: data and scales of each copy. None: new tensors."""
+    """A call of quantize_mxfp8. `out`: buffers for the data and scales of each copy. None: new tensors."""
 
     explains = True
     op = OP
@@ -187,7 +187,7 @@ class QuantizeMxfp8Call(Call):
                 raise ValueError(f"{self.op}: out has strides {tensor.stride()}; data and scales must be contiguous")
 
     def host_ends(self) -> list[int]:
-        """Return each group's end. By columns, also check that no end lies in the gap before its group."""
+        """Return each group's end. For a column copy, raise ValueError if an end lies in the gap before its group."""
         ends = super().host_ends()
         for expert, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
             begin = round_up(before, GROUP_ALIGNMENT)

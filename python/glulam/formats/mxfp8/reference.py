@@ -77,9 +77,9 @@ def quantize(
             already.
         axis: "row" or "col".
         size: elements that share a scale, 32 or 128.
-        is_swizzled: the layout of the scales.
+        is_swizzled: True: scales are swizzled; False: they are plain.
         ends: each group's end; rows after the last end are not written. None: all rows are quantised.
-        data, scale: the results.
+        data, scale: buffers for the results.
     """
     outer, blocks = outer_and_blocks(data.shape[0], data.shape[1], axis)
     out = scale.view(torch.uint8)

@@ -36,7 +36,7 @@ class MXFP8Tensor(Stored):
         scale_layout: "plain" or "swizzled".
 
     Raises:
-        ValueError, TypeError: the parts do not fit together.
+        ValueError, TypeError: data and scale do not fit together.
     """
 
     data: Tensor
@@ -96,9 +96,9 @@ class MXFP8Tensor(Stored):
     def group(self, index: int, offs: Tensor | Sequence[int]) -> MXFP8Tensor:
         """Return the rows of one group; views if the scales allow it.
 
-        By rows, groups follow each other without gaps; by columns they begin at multiples of 128 rows
-        (`quantize_mxfp8`). Swizzled scales by rows can be cut if the group begins at a multiple of 128 rows, or is
-        empty.
+        If the tensor is quantised by rows, groups follow each other without gaps; if by columns, they begin at
+        multiples of 128 rows (`quantize_mxfp8`). From a tensor by rows with swizzled scales, a group can be cut only
+        if it begins at a multiple of 128 rows, or is empty.
 
         Args:
             index: number of the group.

@@ -1,4 +1,4 @@
-"""The form of NVFP4 weights: prepared words, block scales and global scales."""
+"""The layout of NVFP4 weights for kernels: words of eight elements, E4M3 block scales and global scales."""
 
 from __future__ import annotations
 

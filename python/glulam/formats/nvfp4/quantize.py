@@ -18,7 +18,7 @@ def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
 
     A matrix's global scale is amax / (6 * 448), 1 for a matrix of zeros. A block's scale is amax / 6 divided by the
     global scale, rounded to E4M3 and at least 2^-9; the scale of a block of zeros is 1. Elements are rounded to nearest
-    even. A NaN or an Inf makes its block's scale NaN, and so the products of its row; the matrix's amax ignores it.
+    even. A NaN or an Inf makes its block's scale NaN, so products with that row are NaN; the matrix's amax ignores it.
 
     Args:
         w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 32.
@@ -43,7 +43,7 @@ def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
 
 
 def _quantize(matrix: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-    """Quantise matrix [N, K] into data, scale and global_scale []."""
+    """Quantise matrix [N, K], and write its data, its block scales and its one global scale, global_scale []."""
     num_rows = len(matrix) if matrix.numel() else 0
     chunks = [slice(first, first + CHUNK_ROWS) for first in range(0, num_rows, CHUNK_ROWS)]
     maxima = [torch.where(matrix[rows].isfinite(), matrix[rows], 0).abs().amax().float() for rows in chunks]

@@ -33,7 +33,8 @@ class NVFP4Tensor(FourBits):
             rows of a matrix and one for the last N/2, as for the halves of a gated w1 in layout "concat".
 
     Raises:
-        ValueError, TypeError: the parts do not fit together, or a global scale is not a positive number.
+        ValueError, TypeError: data, scale and global_scale do not fit together, or a global scale is not a positive
+            number.
     """
 
     data: Tensor

@@ -51,8 +51,8 @@ class ServedExperts:
     ) -> ServedExperts:  # fmt: skip
         """Return experts with E4M3 weights and one scale for each block of 128 x 128.
 
-        w13_scale is [E, 2 ceil(I / 128), ceil(H / 128)], the gate's blocks before the up-projection's. Rows of `dtype`
-        are quantised if the GPU multiplies FP8; else kernels decode the weights.
+        w13_scale is [E, 2 ceil(I / 128), ceil(H / 128)], the gate's blocks before the up-projection's. Rows of x, of
+        `dtype`, are quantised if the GPU multiplies FP8; else kernels decode the weights.
         """
         return cls._of(of.fp8_blocks(Checkpoint(w13, w13_scale, w2, w2_scale), gate, dtype), b13, b2, gate, dtype)
 
@@ -61,8 +61,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) for 32 elements; see
-        `weights.mxfp8`.
+        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) for 32 elements of a row.
+
+        `weights.mxfp8` says when the engine's elements are changed in place.
         """
         return cls._of(of.mxfp8(Checkpoint(w13, w13_scale, w2, w2_scale), dtype), b13, b2, gate, dtype)
 
@@ -71,8 +72,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E2M1 weights, two in a byte (uint8 or int8), and a scale for 32 elements: gpt-oss,
-        DeepSeek-V4.
+        """Return experts with E2M1 weights, two in a byte (uint8 or int8), and a scale for 32 elements of a row.
+
+        gpt-oss and DeepSeek-V4 ship such weights.
         """
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4"), b13, b2, gate, dtype)
 
@@ -81,8 +83,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts from the same tensors as `mxfp4`; rows are quantised to FP8 if the GPU and the weights allow
-        it.
+        """Return experts from the same tensors as `mxfp4`, with rows of x quantised to FP8.
+
+        Rows stay in 16 bits if the GPU has no kernels for it, or if scales of a weight row are too far apart.
         """
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4_fp8"), b13, b2, gate, dtype)
 

@@ -7,11 +7,14 @@ from typing import NamedTuple
 from ...activations import Activation
 
 PLAIN_ALPHA, PLAIN_OFFSET = 1.0, 0.0
-"""Numbers alpha and offset with which clamped_swiglu computes silu(a) u of clamped halves a and u."""
+"""Numbers alpha and offset with which clamped_swiglu is silu(a) u, for the clamped gate a and up-projection u."""
 
 
 class NotServed(ValueError):
-    """Glulam does not compute this layer as the engine would; the message says why in one line."""
+    """Raised for a layer that Glulam cannot compute as the engine does; a plugin then leaves the layer to the engine.
+
+    The message says why in one line.
+    """
 
 
 class Named(NamedTuple):
@@ -19,7 +22,7 @@ class Named(NamedTuple):
 
     Attributes:
         activation: Glulam's name.
-        takes: names of `gate_of`'s numbers that this activation accepts.
+        takes: names of those number arguments of `gate_of` that this activation accepts.
     """
 
     activation: str

@@ -3,6 +3,7 @@
 E experts, H hidden size, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without
 a gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
 may be reordered, and MXFP8 elements rescaled, in place. An engine that loads weights again must prepare them again.
+"Rows" alone are rows of x, the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RECIPES: dict[str, tuple[Recipe, Recipe]] = {
 }
 """For each constructor of ServedExperts: (the recipe on GPUs that have its kernels, the recipe on other GPUs)."""
 MXFP4_ROWS = "GLULAM_MXFP4_ROWS"
-"""Environment variable that selects the dtype of rows for MXFP4 weights in plugins: a key of MXFP4_KINDS."""
+"""Environment variable that selects, in plugins, the dtype of rows beside MXFP4 weights: a key of MXFP4_KINDS."""
 MXFP4_KINDS = {"bf16": "mxfp4", "fp8": "mxfp4_fp8"}
 """Constructors of ServedExperts for MXFP4 weights, by the dtype of rows."""
 _log = logging.getLogger(__name__)
@@ -120,10 +121,11 @@ def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weigh
 
 
 def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
-    """Return MXFP8 weights: E4M3 elements with an E8M0 scale for 32 elements of a row.
+    """Return MXFP8 weights: E4M3 elements with an E8M0 scale for 32 elements of a weight row.
 
     If the GPU multiplies FP8 without block scales, and folding is accurate, elements are folded in place: rescaled so
-    that one power of two for each row replaces the block scales. Else the weights are views. dtype: dtype of rows.
+    that one power of two for each weight row replaces the block scales. Else the weights are views of the engine's
+    tensors. dtype: dtype of rows.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
@@ -141,14 +143,16 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
 
 
 def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
-    """Return MXFP4 weights, with E2M1 elements, two in a byte, reordered in place for kernels.
+    """Return MXFP4 weights: E2M1 elements, two in a byte, with one scale for 32 elements of a weight row.
 
-    There is one scale for 32 elements of a row, in E8M0, or in float32 as powers of two, which are copied to E8M0.
+    Scales are E8M0, or float32 powers of two, which are copied to E8M0.
 
     Args:
         dtype: dtype of rows.
-        kind: "mxfp4", or "mxfp4_fp8" for rows in FP8: if kernels multiply FP8, and no row's scales are too far apart,
-            elements stay unchanged, and each row gets a power of two; else elements are reordered as for "mxfp4".
+        kind: "mxfp4": kernels decode the weights, whose elements are reordered in place for this. "mxfp4_fp8": rows are
+            quantised to FP8; elements are unchanged, and each weight row gets a power of two near its scales, from
+            which kernels make exact FP8 operands (`formats.mxfp4.rebase`). If the GPU has no such kernels, or scales of
+            a weight row are too far apart, "mxfp4_fp8" is done as "mxfp4".
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     hidden, width = w2.shape[1], 2 * w2.shape[2]
@@ -170,10 +174,10 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
 def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
     """Return NVFP4 weights, with E2M1 elements, two in a byte, reordered in place for kernels.
 
-    Scales are E4M3, one for 16 elements of a row, in plain order.
+    Scales are E4M3, one for 16 elements of a weight row, in plain order.
 
     Args:
-        w13_scale_2, w2_scale_2: float32 global scales: one for all experts, [E], or [E, 2] for the halves of w13.
+        w13_scale_2, w2_scale_2: float32 global scales: [], one for all experts; [E]; or [E, 2], for the halves of w13.
         gate: the activation.
         dtype: dtype of rows.
     """
