@@ -37,7 +37,7 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-OF_HOPPER = re.compile(r" mxfp8\b| folded\b|in_mxfp8|prepare_mxfp8|in FP8 blocks")
+OF_HOPPER = re.compile(r" mxfp8\b| folded\b| rebased\b|in_mxfp8|prepare_mxfp8|in FP8 blocks")
 """Tests of FP8 rows, and of weights folded for them, by their names, where no parameter says so."""
 
 
