@@ -111,7 +111,8 @@ def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor
 
     Args:
         served: a key of specs.ACTIVATION_FORMS; if its entry has several activations, `params` chooses one at run time.
-        parts: the tensors (a, u), or (a,) if the activation has no gate; all of one size, in registers.
+        parts: the tensors (a, u), the activated and the linear half, or (a,) if the activation has no gate; all of one
+            size, in registers.
         params: the activation's number in specs.KINDS, and its constants.
 
     Returns:

@@ -55,7 +55,7 @@ class PolicyProblem(Protocol):
         transpose_w: the GEMM contracts over rows of the stored weights.
         rows, experts: number of rows of x, and of experts.
         gathers: x's rows are read by index (`rows=`).
-        weights: the shapes (N, K) of an expert's weights.
+        weights: for each weight of an expert its shape (N, K): N columns of the result, K columns of x.
     """
 
     @property

@@ -1,5 +1,8 @@
-"""Lists of specs for bundles (compiled libraries), from which each architecture's `configs` takes what it ships. Their
-order is fixed. Plain Python, which imports no compiler."""
+"""Functions that list the specs of one kind of kernel each, such as 16-bit forward GEMMs or quantisers.
+
+The `shipped_specs` of each architecture's module `configs` joins such lists to the list of all functions that its
+bundle (compiled library) ships. A list has the same order at every call. Plain Python, which imports no compiler.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +108,13 @@ def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
 
 
 def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig]) -> list[Spec]:
-    """Return every 16-bit weight gradient, one for each of `wgrad_tiles`, and every grouped_dglu (the backward's path
-    to the gradient of x) on `tile`."""
+    """Return the specs of all 16-bit backward kernels: weight gradients and grouped_dglu.
+
+    Each tile of `wgrad_tiles` has four weight gradients: for each of the two 16-bit dtypes, one with results of this
+    dtype and one with float32 results. A grouped_dglu is the backward of FC2 and of the activation. Each dtype,
+    activation and gate layout has three on `tile`: one alone, one with the GEMM of x's gradient after it, and one with
+    a transposed weight; the first and the third also with a LoRA adapter, if adapters ship.
+    """
     specs: list[Spec] = []
     for dtype in DTYPES:
         outs = product(wgrad_tiles, (dtype, "float32"))

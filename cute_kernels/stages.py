@@ -79,10 +79,14 @@ def _module(spec: Spec) -> str:
 
 
 def tracer_of(spec: Spec) -> str:
-    """Return "module:function", naming the function that turns a stage's spec into a jitted host function and stand-ins
-    for its arguments (`tracing.Traced`).
+    """Return "module:trace", the import path of the function that traces a stage (a single kernel).
 
-    A compiled object depends only on that module and on the modules that it imports. Raises SpecError for a chain.
+    That function takes the stage's spec, and returns a jitted host function with stand-ins for its arguments
+    (`tracing.Traced`). Of the kernels' sources, a compiled object depends only on this module and on the modules that
+    it imports.
+
+    Raises:
+        SpecError: the spec is of a chain of several kernels.
     """
     return f"cute_kernels.{_module(spec)}:trace"
 

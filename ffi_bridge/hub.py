@@ -39,28 +39,36 @@ LICENSE = "Apache-2.0"
 
 
 def variant(machine: Host) -> str:
-    """Return the name of a bundle's folder in the repository, which tells its TVM-FFI, CUDA and CPU."""
+    """Return the name of a variant's folder, such as "tvm-ffi01-cu130-x86_64-linux".
+
+    The name has the oldest TVM-FFI, the CUDA version and the kind of CPU that the variant runs with.
+    """
     ffi = "".join(toolchain.RUNS_WITH[toolchain.TVM_FFI].oldest.split(".")[:2])
     return f"tvm-ffi{ffi}-cu{CUDA[0]}{CUDA[1]}-{machine.machine}-linux"
 
 
 def gpus(arch: str) -> str:
-    """Return the hub's name of an architecture: "9.0a" for sm_90a; "9.0" for sm_90 includes later minor versions."""
+    """Return the hub's name of an architecture, such as "9.0a" for sm_90a; "9.0" also means later minor versions."""
     major, minor = capability(arch)
     return f"{major}.{minor}{'a' if arch.endswith('a') else ''}"
 
 
 def write(bundle: Path, arch: str, out: Path) -> Path:
-    """Write a bundle's library for an architecture into a repository's folder; return the variant's folder.
+    """Write a variant of the hub's kernel: a bundle's library for one architecture, with the files that the hub needs.
 
     Args:
-        bundle: the folder that holds <arch>/. Its host code may be for another machine.
-        arch: the architecture.
-        out: the repository's folder.
+        bundle: the folder that holds <arch>/, the library and its manifest. The library's host code may be for another
+            kind of machine than this one.
+        arch: the architecture, for example "sm_90a".
+        out: the folder that gets the repository's files.
+
+    Returns:
+        The new folder <out>/build/<variant>; see the module's docstring for the files in it.
 
     Raises:
-        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: a machine of that kind could not load the bundle.
-        FileExistsError: `out` has this variant already.
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the kind of machine that the library is for could
+            not load it.
+        FileExistsError: <out>/build/<variant> exists already.
         OSError: the folder cannot be written.
     """
     source = bundle / arch

@@ -105,7 +105,7 @@ class Bundle:
                 raise BundleDamaged(message) from error
 
     def names(self) -> list[str]:
-        """Return the names of all functions, sorted."""
+        """Return the names (spec names) of all functions that the bundle's manifest lists, sorted."""
         return list(self.manifest.functions)
 
     def has(self, name: str) -> bool:

@@ -145,10 +145,11 @@ def full_disk_told(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def _is_full(folder: Path, error: Exception) -> bool:
-    """Return True if a full disk caused `error`.
+    """Return True if a full disk (or a full quota) caused `error`.
 
-    Compiler and linker report a full disk in their own words, or not at all after removing the file that did not fit;
-    so if the text does not tell, 1 MiB is written to see whether it fits.
+    An OSError has an error number for this. A CompileError may quote the system's text for it, but compiler and linker
+    may also report it in other words, or not at all after they removed the file that did not fit. So without that text,
+    True is returned if 1 MiB cannot be written to `folder`.
     """
     if isinstance(error, OSError):
         return error.errno in _FULL

@@ -138,8 +138,13 @@ class DecodedLines(Invariant):
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
-        """Return the addresses of a thread's chunks and scales of a tile of an expert's weight. n_tile: index of the
-        tile along the weight's columns."""
+        """Return the addresses of this thread's chunks (16 bytes of a weight row), and of their scales, in one tile.
+
+        Args:
+            experts: the weights of all experts.
+            expert: index of the tile's expert.
+            n_tile: index of the tile, `width` columns wide, along the weight's columns.
+        """
         first = experts.address + Int64(expert) * experts.units * CHUNK_BYTES
         scales = experts.scales + Int64(expert) * experts.scale_rows * experts.scale_pitch
         chunks, at = [], []
@@ -237,7 +242,7 @@ class DecodedLines(Invariant):
         return [self.decoder.scales.value(word >> 8 * i & 0xFF) for i in range(count)]
 
     def _scale_words(self, slot: Int32) -> cute.Tensor:
-        """Return the view of a slot from this thread's first word of scales on; its words are THREADS apart."""
+        """Return a view of a slot's scales from this thread's first word on; the thread's words are THREADS apart."""
         at = slot + self.chunk_bytes + self.thread * WORD_BYTES
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
         return cute.make_tensor(pointer, cute.make_layout(self.count * THREADS))

@@ -80,10 +80,10 @@ class RowsInFp8(Invariant):
         times: indices of a thread's rows of a tile.
         is_aligned: True if the scales of two blocks are one load.
         expert: the address of the expert's block scales.
-        begins: offsets of the rows' scales from there.
+        begins: for each of these rows, the offset of its block scales from `expert`.
         bases: 6 - each row's own scale byte, modulo 16, once for each block; two rows in a word.
         pending: block scales that are being loaded: for each row both at once, or one and the other.
-        eights: 8 u of the blocks in the next k-tile, of two rows in a word.
+        eights: for each block of the next k-tile 8 u (`turn` defines u), of two rows in a word.
         halves: E4M3 bytes of 0.5 times the factors of these blocks.
     """
 

@@ -160,8 +160,10 @@ class UnsignedE4m3(Scales):
         return self._two(scales, select(is_turned, Int32(0x4041), Int32(0x4140)))
 
     def _two(self, scales: Int32, bytes_: Int32) -> list[Int32]:
-        """Return the multipliers of two of four bytes. bytes_: a selector of prmt that moves each of the two bytes to
-        its own half of a word."""
+        """Return the multipliers for two of the four scale bytes in `scales`.
+
+        bytes_: a selector of the instruction prmt, which moves the two bytes into the two halves of a word.
+        """
         moved = Int32(cute.arch.prmt(scales, Int32(0), bytes_)) << 4
         two = self.product(self.product(moved, Int32(power(self.powers[0]))), Int32(power(self.powers[1])))
         return [doubled(two, half) for half in ("low", "high")]

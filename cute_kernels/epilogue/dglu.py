@@ -149,7 +149,7 @@ class DgluEpilogue(Epilogue):
         Args:
             acc: the chunk's accumulators, dm = dy w2 (the gradient of act).
             scales: the row scales of the thread's two rows.
-            sums: sums of dm f for the same two rows, to which the chunk's are added.
+            sums: sums of dm f, f the activation's value, for the same two rows; the chunk's are added to them.
             place: the result of `_chunk_at`.
         """
         number, row, column = place
@@ -176,7 +176,8 @@ class DgluEpilogue(Epilogue):
         Args:
             dm: the thread's accumulators of the piece.
             parts: the thread's preactivations a and u of the piece; a alone without a gate.
-            scales, sums: row scales and sums of dm f, one for each of the thread's two rows.
+            scales, sums: row scales, and sums of dm f (f: the activation's value), one for each of the thread's two
+                rows.
         """
         outputs = cute.make_rmem_tensor(PIECE_REGS, self.dtype)
         gradients = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in parts)

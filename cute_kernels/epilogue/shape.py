@@ -101,7 +101,7 @@ class EpilogueShape:
 
 
 class KernelEpilogue(Invariant):
-    """Methods of an epilogue that a kernel calls."""
+    """The interface of an epilogue towards the kernel: the methods that a kernel calls."""
 
     @property
     def shape(self) -> EpilogueShape:

@@ -64,8 +64,10 @@ class Format:
         return WORD if self.bits < 8 else self.element or own
 
     def columns(self, letter: str) -> str:
-        """Return the name, in a signature's shape, of the last dimension of the tensor of elements: `letter`, or
-        `letter/8` if a word holds eight elements. letter: the name for the number of elements of a row."""
+        """Return the name that a signature gives the last dimension of the weight's or x's tensor.
+
+        `letter`, the name for the number of a row's elements; or "<letter>/8" if a word holds eight elements.
+        """
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
     def num_bytes(self, elements: Any) -> Any:

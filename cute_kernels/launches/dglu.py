@@ -20,7 +20,10 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Dglu:
-    """The launch of a grouped_dglu without adapters. Arguments: see `signatures._dglu`."""
+    """Host function that launches a grouped_dglu without adapters.
+
+    Its arguments have the names and meanings of `signatures._dglu`.
+    """
 
     def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
         self.tile = spec.tile
@@ -67,7 +70,7 @@ class DgluAdapted(Dglu):
 
 
 def trace(spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled.
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
 
     Args:
         gemm_type: the architecture's class of GEMM kernels.

@@ -17,7 +17,10 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Glu:
-    """The launch of a grouped_glu that stores only the activation. Arguments: see `signatures._glu`."""
+    """Host function that launches a grouped_glu that stores only the activation.
+
+    Its arguments have the names and meanings of `signatures._glu`.
+    """
 
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any):
         dtype, self.transposed = DTYPES[spec.dtype], spec.transpose_w
@@ -97,7 +100,9 @@ class GluPreactAdapted(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
-    class of GEMM kernels."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+
+    gemm_type: the architecture's class of GEMM kernels.
+    """
     kind = GluPreactAdapted if spec.adapted else GluPreact if spec.save_preact else Glu
     return traced(spec, kind(spec, gemm_type))

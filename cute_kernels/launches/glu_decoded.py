@@ -18,7 +18,10 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Glu:
-    """The launch of a grouped_glu whose weights' format has no global scales. Arguments: see `signatures._glu`."""
+    """Host function that launches a grouped_glu whose weights' format has no global scales.
+
+    Its arguments have the names and meanings of `signatures._glu`.
+    """
 
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
@@ -57,7 +60,7 @@ class GluWithGlobalScales(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled.
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
 
     Args:
         gemm_type: the architecture's class of GEMM kernels with decoded weights.

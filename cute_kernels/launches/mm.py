@@ -15,7 +15,10 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
-    """The launch of a grouped_mm without adapters. Arguments: see `signatures._mm`."""
+    """Host function that launches a grouped_mm without adapters.
+
+    Its arguments have the names and meanings of `signatures._mm`.
+    """
 
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any):
         dtype = DTYPES[spec.dtype]
@@ -68,7 +71,9 @@ class MmAdapted(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
-    class of GEMM kernels."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+
+    gemm_type: the architecture's class of GEMM kernels.
+    """
     kind = MmInHalves if spec.in_halves else MmAdapted if spec.adapted else Mm
     return traced(spec, kind(spec, gemm_type))

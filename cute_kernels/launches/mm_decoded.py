@@ -17,7 +17,10 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
-    """The launch of a grouped_mm whose weights' format has no global scales. Arguments: see `signatures._mm`."""
+    """Host function that launches a grouped_mm whose weights' format has no global scales.
+
+    Its arguments have the names and meanings of `signatures._mm`.
+    """
 
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
@@ -58,7 +61,7 @@ class MmWithGlobalScales(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled.
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
 
     Args:
         gemm_type: the architecture's class of GEMM kernels with decoded weights.

@@ -11,7 +11,10 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Wgrad:
-    """The launch of a grouped_wgrad. Arguments: see `signatures._wgrad`."""
+    """Host function that launches a grouped_wgrad.
+
+    Its arguments have the names and meanings of `signatures._wgrad`.
+    """
 
     def __init__(self, spec: GroupedWgradSpec, wgrad_type: Any):
         self.wgrad = wgrad_type(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])
@@ -28,6 +31,8 @@ class Wgrad:
 
 
 def trace(spec: GroupedWgradSpec, wgrad_type: Any) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled. wgrad_type: the architecture's
-    class of weight gradient kernels."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+
+    wgrad_type: the architecture's class of weight gradient kernels.
+    """
     return traced(spec, Wgrad(spec, wgrad_type))

@@ -114,7 +114,7 @@ class FinishBackward(Invariant):
 
 
 class Finish:
-    """Host function of the last kernel; its arguments are described in `signatures._tail`."""
+    """Host function that launches `FinishBackward`; its arguments have the meanings of `signatures._tail`."""
 
     def __init__(self, spec: BackwardCleanupSpec):
         self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])

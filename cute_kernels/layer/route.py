@@ -29,7 +29,7 @@ from .placing import THREADS, WARPS, Choices, Placer, Results, token_limit, unma
 
 
 class _Chunks(Invariant):
-    """Base of kernels with a CTA for each chunk of tokens."""
+    """Base of routing kernels, in which each CTA handles one chunk of consecutive tokens."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name

@@ -27,7 +27,9 @@ SCALE_BYTES = 4
 
 
 class BlockGrid(NamedTuple):
-    """The scales of all experts.
+    """The float32 scales of all experts' weights, one for each block of 128 weight rows by 128 columns.
+
+    A grid row holds the scales of 128 weight rows.
 
     Attributes:
         address: the address of the first expert's scales.

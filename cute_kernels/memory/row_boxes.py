@@ -1,4 +1,4 @@
-"""Loads of rows of x in boxes of `TileConfig.box_rows` rows: a tile loads only the boxes that hold rows of its group.
+"""TMA loads of rows of x in boxes of `TileConfig.box_rows` rows: a tile loads only boxes that hold rows of its group.
 
 The rest of the tile's shared memory keeps its old content, possibly NaN. This is harmless: rows of a GEMM do not mix,
 and rows past a group's end are never stored. Loading the rest would cost L2 traffic. Past the last row of x, where TMA
@@ -17,8 +17,10 @@ from ..tiles import TileConfig
 
 
 def num_boxes(tile: TileConfig, work: WorkTile) -> Int32:
-    """Return how many boxes of a tile hold rows of its group; 0 if the tile begins after the group's end, as a
-    cluster's last tile may."""
+    """Return how many of a tile's TMA boxes (`TileConfig.box_rows` rows of x each) hold rows of the tile's group.
+
+    0 for a tile that begins after the group's end: a cluster's tiles are whole, so its last one may be past the end.
+    """
     rows = cutlass.max(cutlass.min(work.group_end - work.row, Int32(tile.m)), Int32(0))
     return cute.ceil_div(rows, tile.box_rows)
 

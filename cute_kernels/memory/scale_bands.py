@@ -24,11 +24,11 @@ BAND_ROWS = 128
 
 
 class ScaleBands(NamedTuple):
-    """The scales of a matrix.
+    """Addresses of a matrix's E8M0 scales, which lie in atoms: 512 bytes, for 128 rows of a group by 128 columns.
 
     Attributes:
         address: the address of the first atom.
-        count: number of places, which is also the number of atoms for each 128 columns.
+        count: number of places for atoms for each 128 columns (`num_places`).
     """
 
     address: Int64

@@ -62,14 +62,14 @@ LANES_PER_ROW = 4  # of an operand
 
 
 class Given(NamedTuple):
-    """Addresses of what the first kernel reads and of its two matrices of results, and the sizes T and D.
+    """Addresses of the first kernel's inputs and of its two results, `updated` and `u`; sizes T (tokens), D (columns).
 
     Attributes:
         y: [T, D]; 0: the streams are not updated.
         streams: [T, n, D].
         pre, post, comb: float32 coefficients [T, n], [T, n], [T, n, n].
-        updated: the result streams' [T, n, D].
-        u: the result u [T, D], the mix of streams'.
+        updated: result, the updated streams [T, n, D].
+        u: result, the mix [T, D] of the updated streams.
         tokens, width: T and D.
     """
 
@@ -92,8 +92,8 @@ class Boundary(Invariant):
         x: the address of x in 16 bits; 0: not wanted.
         x_data, x_scale: the addresses of x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted.
         x_block: the columns that share a scale, 32 or 128; 128: each scale is stored four times.
-        stats: the address of float32 [T, K + 2], numbers of each token that backward reads (`Finished.stats`); 0: not
-            wanted.
+        stats: the address of float32 [T, K + 2], K = n^2 + 2n, each token's numbers for backward (`Finished.stats`); 0:
+            not wanted.
         workspace: the address of `boundary_shapes.workspace` float32 elements.
         parts: number of parts of the tokens; for each part and slice of the columns there is a CTA.
     """
@@ -218,8 +218,11 @@ class Boundary(Invariant):
 
     @cute.jit
     def _compute(self, stage: cute.Pointer, has_update: Boolean, operands: list, sums: cute.Pointer):
-        """Update and mix the warp's columns of a tile in its stage. Store their sums over columns (p, and the squares
-        of the updated streams and of u) in the warp's part of `sums`."""
+        """Update and mix the warp's columns of a token tile in its stage.
+
+        Store sums over these columns (the projection p, the squares of the updated streams, and the squares of the mix
+        u) in the warp's part of `sums`.
+        """
         streams = cute.make_rmem_tensor((PAIR_WORDS, self.n, 2), Int32)
         squares = cute.make_rmem_tensor(4, Float32)
         squares.fill(0.0)

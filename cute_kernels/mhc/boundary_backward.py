@@ -53,7 +53,7 @@ from .slice_tile import LANES, WORDS
 
 
 class Given(NamedTuple):
-    """Addresses of what the main kernel reads, and the sizes T and D. 0 for d_updated, y or d_x: zeros.
+    """Addresses of the main kernel's inputs, and their sizes: T tokens, D columns. 0 for d_updated, y or d_x: zeros.
 
     Attributes:
         streams, d_updated: [T, n, D], the streams before the update and the gradient of the updated streams.

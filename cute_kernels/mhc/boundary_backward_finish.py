@@ -47,7 +47,7 @@ class Finished(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Numbers of slices of the columns and of parts of the tokens."""
+    """Number of slices into which the columns are divided, and of parts into which the tokens are divided."""
 
     slices: Int32
     parts: Int32
@@ -110,7 +110,8 @@ class BoundaryBackwardFinish(Invariant):
     ):  # fmt: skip
         """Add one fragment of a slice's sums for the weight's gradient over the parts of the tokens, and store it.
 
-        index: the fragment's number; it has 8 outputs from 8 (index % (K / 8)) on, of stream index / (K / 8).
+        index: the fragment's number. With K = n^2 + 2n outputs, it has the 8 outputs from 8 (index % (K / 8)) on, of
+            stream index / (K / 8).
         """
         thread, _, _ = cute.arch.thread_idx()
         lane, steps = thread % LANES, self.outputs // 8
@@ -128,7 +129,7 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _norm(self, norms: Int64, finished: Finished, cut: Cut, slice_: Int32, width: Int32):
-        """Add a slice's columns of the gradient of the norm's weight over the parts of the tokens, and store them."""
+        """Store the gradient of the norm's weight at a slice's columns: the sum over all parts of the tokens."""
         thread, _, _ = cute.arch.thread_idx()
         column = slice_ * self.cta.columns + thread
         if (thread < self.cta.columns) & (column < width):
@@ -139,7 +140,7 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
-        """Add one of the K elements of a token's gradients (of comb, post, pre) over the slices, and store it."""
+        """Store one of the n^2 + 2n elements of a token's gradients of comb, post and pre: the sum over the slices."""
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs

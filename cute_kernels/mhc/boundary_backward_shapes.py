@@ -74,7 +74,7 @@ def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> Backwa
 
 
 class BackwardWorkspace(NamedTuple):
-    """Offsets in bytes of the arrays in the backward's workspace.
+    """Offsets in bytes of the arrays in the workspace of the boundary's backward; K = n^2 + 2n.
 
     Attributes:
         blocks: for each token tile `block_bytes` bytes.

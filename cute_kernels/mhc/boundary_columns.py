@@ -64,8 +64,10 @@ class BoundaryColumns(Invariant):
     def compute(
         self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights, of_norm: cute.Tensor
     ):  # fmt: skip
-        """Compute the warp's columns of a tile. Write the updated streams to the arrays at `made`, d_streams and d_y to
-        those at `out`; in the stage, replace d_updated by d' and d_x by d_mix.
+        """Compute the warp's columns of a token tile (step 1 in boundary_backward.py).
+
+        Write the updated streams to the arrays at `made`, and d_streams and d_y to the arrays at `out`. In the stage,
+        replace d_updated by d', and d_x by d_mix.
 
         of_norm: the lane's sums for the gradient of the norm's weight, to which the tile's are added.
         """
@@ -99,8 +101,10 @@ class BoundaryColumns(Invariant):
         self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights,
         of_norm: cute.Tensor, products: list, half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Compute a lane's columns of one of its two tokens (g + 8 half, see the class). Arguments: see `compute`;
-        products: the result of `_products`."""
+        """Do `compute`'s work for a lane's columns of one of its two tokens, token lane / 4 + 8 `half` of the tile.
+
+        products: the result of `_products`. The other arguments are `compute`'s.
+        """
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // 4 + 8 * half
         *comb, post, pre, (r, factor, f, _) = tile.record(stage, row)

@@ -69,7 +69,7 @@ def gate_argument(
 ) -> Float32:  # fmt: skip
     """Return z = p / rms * scale + base, the argument of coefficient k's gate (a sigmoid, or Sinkhorn's logit).
 
-    scale: the address of [3]: the factors of pre (k < n), post (k < 2n) and comb. base: the address of [K].
+    scale: the address of [3]: the factors of pre (k < n), post (k < 2n) and comb. base: the address of [n^2 + 2n].
     scale_code, base_code: their dtypes.
     """
     part = Int32(2)
@@ -139,8 +139,10 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
-        """Return this warp's part of a token's sum number `lane` (K + 2 in all): the sum over every FINISH_WARPS-th
-        slice."""
+        """Return this warp's part of one of a token's sums, number `lane`: over every FINISH_WARPS-th slice.
+
+        The sums are the n^2 + 2n elements of p, the updated streams' squares, and u's squares.
+        """
         row, number = token % TOKEN_TILE, cutlass.min(lane, self.outputs + 1)
         place = row * self.outputs + number
         if number >= self.outputs:
@@ -161,8 +163,10 @@ class BoundaryFinish(Invariant):
     def _coefficients(
         self, gates: tuple, finished: Finished, token: Int32, total: Float32, rms: Float32, eps: Float32, iters: Int32
     ):  # fmt: skip
-        """Make and store a token's coefficients and stats; called by one warp. total: element k of p in lane k, for k <
-        K."""
+        """Make and store a token's coefficients and stats; called by one warp.
+
+        total: in lane k, element k of the projection p; lanes from n^2 + 2n on have none.
+        """
         n, lane, at = self.n, cute.arch.lane_idx(), Int64(token)
         scale, scale_code, base, base_code = gates
         k = cutlass.min(lane, self.outputs - 1)

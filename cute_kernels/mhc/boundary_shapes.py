@@ -89,8 +89,11 @@ def coefficient_floats(n: int) -> int:
 
 
 def tile_sums(n: int) -> int:
-    """Return how many sums over columns a token tile has: K elements of p for each token, then for each token the sum
-    of the streams' squares and the sum of u's squares."""
+    """Return how many sums over columns a token tile has.
+
+    These are, for each token, the n^2 + 2n elements of the projection p; then, for each token, the sum of the updated
+    streams' squares and the sum of the mix u's squares.
+    """
     return TOKEN_TILE * (outputs(n) + 2)
 
 

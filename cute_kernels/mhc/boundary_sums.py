@@ -24,7 +24,13 @@ PAIR = 2  # tokens whose sums over columns are made by one MMA
 
 
 class Leaves(NamedTuple):
-    """Addresses of the arrays of `boundary_backward_shapes.BackwardWorkspace` that take sums."""
+    """Addresses of the workspace's arrays to which the kernel writes its partial sums, all float32.
+
+    Attributes:
+        dots: sums over a slice's columns, for the gradients of comb, post and pre.
+        weights: sums over a part's tokens, for the weight's gradient; 0: not wanted.
+        norms: sums over a part's tokens, for the gradient of the norm's weight; 0: not wanted.
+    """
 
     dots: Int64
     weights: Int64
@@ -50,7 +56,11 @@ class BoundarySums(Invariant):
         self.steps = self.outputs // 8
 
     def zeros(self) -> cute.Tensor:
-        """Return zeroed registers [FRAGMENT, K / 8, n] for the weight's gradient, summed over a part of the tokens."""
+        """Return zeroed float32 registers in which a lane sums its elements of the weight's gradient.
+
+        [FRAGMENT, K / 8, n]: for each of the n streams and each group of 8 of the K = n^2 + 2n outputs, the lane's 4
+        elements of 16 columns x 8 outputs. The CTA adds to them for all tokens of its part.
+        """
         sums = cute.make_rmem_tensor((FRAGMENT, self.steps, self.n), Float32)
         sums.fill(0.0)
         return sums
@@ -138,8 +148,10 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def leave(self, leaves: Leaves, number: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
-        """Store the sums of CTA number `number` for the gradients of the weight and of the norm's weight; an address 0
-        in `leaves`: not wanted."""
+        """Store this CTA's partial sums for the gradients of the weight (`sums`) and of the norm's weight (`of_norm`).
+
+        number: the CTA's place in the workspace. A gradient whose address in `leaves` is 0 is not wanted.
+        """
         thread, _, _ = cute.arch.thread_idx()
         if leaves.weights != 0:
             for i in cutlass.range_constexpr(self.steps * self.n):

@@ -15,11 +15,13 @@ from .slice_tile import SliceTile
 
 
 class BoundaryTile(SliceTile):
-    """Places of the arrays and of the block in a stage of the boundary's backward.
+    """Layout of a stage of the boundary's backward: 2n + 2 arrays of 16-bit numbers, then the token tile's block.
+
+    The block holds dp and the tokens' records (`boundary_backward_shapes.block_bytes`).
 
     Attributes:
-        streams, gradients: numbers of the first stream and of the first gradient among a stage's arrays.
-        y, d_x: numbers of y's and d_x's arrays.
+        streams, gradients: index of the first of n arrays of streams, and of the first of n arrays of their gradients.
+        y, d_x: index of y's array and of d_x's array.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], n: int, cta: SliceCta):

@@ -67,7 +67,7 @@ class TokenInputs(NamedTuple):
 
 
 class LaneGates(NamedTuple):
-    """A lane's numbers for two coefficients: element 0 for one of comb, element 1 for one of pre or post.
+    """A lane's numbers for two coefficients: element 0 belongs to one of comb, element 1 to one of pre or of post.
 
     Attributes:
         scales: the factor of p / rms in the gate's argument.
@@ -80,7 +80,9 @@ class LaneGates(NamedTuple):
 
 
 class BoundaryTokens(Invariant):
-    """Kernel that makes dp, f and factor of each token, and sums over tokens for the gradients of base and scale.
+    """First kernel of the boundary's backward: makes each token's dp, f and factor (boundary_backward.py).
+
+    It also makes sums over tokens for the gradients of base and scale.
 
     blocks, rows: the addresses of the results (`boundary_backward_shapes.BackwardWorkspace`).
     """
@@ -148,8 +150,10 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _product(self, given: TokenInputs, pair: Int32, tokens: Int32, width: Int32) -> Float32:
-        """Return the sum over D of d_x x for the lane's token; called by a warp. Past the last token: for the last
-        token."""
+        """Return the sum over columns of d_x x for the lane's token; called by a warp.
+
+        Past the last token, the last token's sum is returned.
+        """
         lane, vectors = cute.arch.lane_idx(), width // elements(self.dtype)
         sums = cute.make_rmem_tensor(TOKENS_OF_A_WARP, Float32)
         sums.fill(0.0)
@@ -176,7 +180,7 @@ class BoundaryTokens(Invariant):
         """Make and store the lane's part of its token's dp and record, which the main kernel reads, and add to the sums
         over tokens in `gates`. After the last token, dp is 0 and zeros are added.
 
-        of_mix: the sum over D of d_x x. kept: shared memory for `Balance.backward`.
+        of_mix: the sum over columns of d_x x. kept: shared memory for `Balance.backward`.
         """
         n, element, gate = self.n, self._element(), self._gate()
         at, is_token = Int64(cutlass.min(token, tokens - 1)), token < tokens

@@ -1,7 +1,9 @@
-"""dp, the gradient of p = x weight^T, in shared memory as the backward of 16-bit streams reads it.
+"""dp, the gradient of the projection p = x weight^T, as it lies in shared memory in the backward of 16-bit streams.
 
-dp of a token tile lies in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16 tokens for the same outputs
-are neighbours. The blocks of dp's rests (`split.py`) follow the blocks of the nearest numbers.
+dp [16 tokens, K outputs] of a token tile is float32, split into two 16-bit parts (`split.py`): each number's nearest
+16-bit number, and the rest, which is what the nearest number lacks. A part lies in blocks of 8 tokens x 8 outputs; the
+block of tokens 8 .. 15 follows the block of tokens 0 .. 7 of the same outputs. All blocks of the rests follow all
+blocks of the nearest numbers.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ BLOCK_WORDS = 32  # 32-bit words of a block of 8 x 8 elements
 
 
 def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, transpose: bool, part: int) -> list:
-    """Load a lane's MMA operand words of dp with `ldmatrix`.
+    """Load this lane's words of one part of dp, as an operand of MMAs, with `ldmatrix`.
 
     Args:
         blocks: the start of dp in shared memory, with both parts.
-        dtype: the dtype of dp.
-        steps: K / 8.
+        dtype: the 16-bit dtype of the parts.
+        steps: K / 8, the number of groups of 8 outputs.
         transpose: transpose each 8 x 8 block.
-        part: 0: the nearest numbers; 1: the rests (`split.py`).
+        part: 0: the nearest numbers; 1: the rests.
 
     Returns:
-        2 `steps` words: for outputs 0 .. 7 the words of tokens 0 .. 7, then of tokens 8 .. 15; the same for each next 8
-            outputs.
+        2 `steps` words of 32 bits: for outputs 0 .. 7 the word of tokens 0 .. 7, then the word of tokens 8 .. 15; the
+            same for each next 8 outputs.
     """
     lane = cute.arch.lane_idx()
     words: list = []
@@ -41,5 +43,5 @@ def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, tra
 
 
 def place_in_blocks(token: Int32, output: Int32) -> Int32:
-    """Return the index, within a part, of the element for a tile's token (0 .. 15) and an output."""
+    """Return the index, within one part of dp, of the element of a token (0 .. 15) and an output (0 .. K - 1)."""
     return (output // 8 * 2 + token // 8) * 64 + token % 8 * 8 + output % 8

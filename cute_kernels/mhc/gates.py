@@ -101,7 +101,7 @@ class ProjectFinish(Invariant):
         Args:
             sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
             results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
-            columns: columns of x, n C.
+            columns: number of columns of x: n streams times their columns.
         """
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -151,10 +151,15 @@ class ProjectFinish(Invariant):
     def _add(
         self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
     ):  # fmt: skip
-        """Add the partial sums of FINISH_READS slices, from slice `first` on, to p of the lane's outputs, in order.
+        """Add to `p`, a token's projection at this lane's outputs, the partial sums of FINISH_READS slices.
 
-        All loads are issued before the first addition. Past the last slice, the last slice is loaded again but not
-        added.
+        A slice is a range of x's columns; slices from `first` on are added, in their order. All loads are issued before
+        the first addition. Past the last slice, the last slice is loaded again but not added.
+
+        Args:
+            products: the address of float32 partial sums [slices, T, K].
+            tokens: T.
+            token: the token's index.
         """
         raw = cute.make_rmem_tensor((cute.size(p), FINISH_READS), Float32)
         for j in cutlass.range_constexpr(FINISH_READS):

@@ -23,8 +23,10 @@ CARVEOUT = 16
 
 
 class GateInputs(NamedTuple):
-    """Addresses of the gradients of the coefficients h_pre, h_post and h_res (0: absent), and of forward's stats,
-    float32 [T, K + 1]: each token's p, then its rms."""
+    """Addresses of the gradients of the coefficients h_pre, h_post and h_res (0: absent), and of forward's stats.
+
+    stats are float32 [T, K + 1], K = n^2 + 2n: each token's p, then the root mean square of its x.
+    """
 
     d_pre: Int64
     d_post: Int64
@@ -100,7 +102,7 @@ class GatesBackward(Invariant):
         Args:
             places: the addresses of products, pairs, norms and sums.
             parts: how many numbers represent an element of dp in blocks, 1 or 2 (`split.py`).
-            columns: n C.
+            columns: number of columns of x: n streams times their columns.
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(inputs, gates, places, parts, tokens, columns).launch(
@@ -159,7 +161,10 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _read(self, stats: Int64, gradients: LaneGradients, index: Int32, tokens: Int32, batch: Batch):
-        """Load batch number `index`. Past the last token, the last token is loaded again."""
+        """Load p, rms and the coefficients' gradients of batch number `index` (GATE_BATCH tokens) to `batch`.
+
+        Past the last token, the last token is loaded again.
+        """
         lane, row_bytes = cute.arch.lane_idx(), (self.outputs + 1) * 4
         mine = cutlass.min(index * GATE_BATCH + lane % GATE_BATCH, tokens - 1)
         batch.rms[0] = vector_at(Float32, stats + Int64(mine) * row_bytes)[self.outputs]

@@ -67,20 +67,20 @@ class Projection(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A place in a warp's work: step number `step` (`step_bytes` of each token) of token tile number `tile`."""
+    """A position in a warp's work: step number `step` of token tile number `tile`; a step is `step_bytes` a token."""
 
     tile: Int32
     step: Int32
 
 
 class Path(NamedTuple):
-    """The extent of a warp's work: the steps of its token tiles, in its CTA's slice.
+    """The extent of a warp's work: all steps of the warp's token tiles, over the columns of the CTA's slice.
 
     Attributes:
-        vectors: vectors of 16 bytes of a row in the slice.
-        steps: steps of a tile.
-        stride: distance of the warp's tiles, in numbers of tiles.
-        total: steps of all of the warp's tiles.
+        vectors: number of 16-byte vectors that a row of x has in the slice.
+        steps: number of steps of one tile.
+        stride: distance between consecutive tiles of the warp, in tiles.
+        total: number of steps of all of the warp's tiles.
     """
 
     vectors: Int32

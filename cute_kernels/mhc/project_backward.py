@@ -53,8 +53,8 @@ OFFSETS = (0, 1, 8, 9)
 
 
 class Products(NamedTuple):
-    """Addresses of dp and f, which `GatesBackward` stored, and of the partial sums of d_weight: arrays of
-    `shapes.BackwardWorkspace`.
+    """Addresses of arrays of `shapes.BackwardWorkspace`: dp and f, which `GatesBackward` stored, and d_weight's partial
+    sums.
 
     Attributes:
         products: dp, the gradient of p = x weight^T, by token.
@@ -268,8 +268,10 @@ class VectorGradients(Invariant):
         return shared_at(Float32, smem + (index * THREADS + thread) * 4, 4)
 
     def _parts(self, raw: cute.Tensor) -> list:
-        """Return the words of an operand: of its TF32 numbers, or for an exact weight of its nearest numbers and rests
-        (`split`).
+        """Return the words of an MMA operand, as lists: one list, of TF32 numbers; for an exact (float32) weight two
+        lists, of nearest TF32 numbers and of rests (`split`).
+
+        raw: the operand in float32.
         """
         parts = split(raw, Float32) if self.is_exact else (as_operands(cute.recast_tensor(raw, Int32), Float32),)
         return [[words[i] for i in range(cute.size(raw))] for words in parts]
@@ -286,8 +288,9 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a tile: add to d_weight's sums, and store d_x. All loads come first, since the compiler cannot move a
-        load before a store.
+        """Process a token tile: add its part of d_weight to `sums`, and store its d_x.
+
+        All loads come first, since the compiler cannot move a load before a store.
         """
         columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
         chunks = range(self.outputs // 8)

@@ -105,7 +105,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def launch(self, problem: ExactProjection, slices: Int32, groups: Int32, stream: cuda.CUstream):
-        """Launch a CTA for each slice of columns and each of `groups` groups of tokens."""
+        """Launch slices * groups CTAs: one for each pair of a slice of x's columns and a group of tokens."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(problem).launch(
             grid=(slices, groups, 1),
@@ -200,8 +200,10 @@ class ExactProducts(Invariant):
         return shared_at(Int32, start + self._at(row, vector), WORDS)
 
     def _at(self, row: Int32, vector: Int32) -> Int32:
-        """Return the offset, in words, of a vector of a row of a step. Odd rows have the two halves of each 128 bytes
-        exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4 vectors each) use all banks.
+        """Return the offset, in words, of vector number `vector` (16 bytes) in row number `row` of a step's columns.
+
+        Odd rows have the two halves of each 128 bytes exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4
+        vectors each) use all banks.
         """
         return row * self.step_words + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
 

@@ -257,7 +257,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
-        """Start to copy a tile of dp, with the factors f, to a stage."""
+        """Start to copy a token tile's dp, and each token's factor f of the norm's term f x in d_x, to a stage."""
         often = AsyncCopy(WORDS, is_shared=True)
         source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
         for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):

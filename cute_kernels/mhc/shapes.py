@@ -141,8 +141,8 @@ def exact_slices(
 
 
 def project_workspace(n: int, slices: int, tokens: int) -> int:
-    """Return the projection's workspace in float32 elements: for each slice and token, K sums of products and a sum of
-    squares."""
+    """Return the projection's workspace in float32 elements: for each slice and token, n^2 + 2n sums of products and a
+    sum of squares."""
     return slices * tokens * (outputs(n) + 1)
 
 
@@ -195,8 +195,9 @@ def gate_ctas(tokens: int, num_sms: int) -> int:
 
 
 class BackwardWorkspace(NamedTuple):
-    """Offsets in bytes of the arrays in the workspace of the projection's backward. T is rounded up to whole token
-    tiles.
+    """Offsets in bytes of the arrays in the workspace of the projection's backward; K = n^2 + 2n.
+
+    T is rounded up to whole token tiles.
 
     For 16-bit streams, blocks (`block_bytes`) at `products` take the place of products, pairs and norms.
 

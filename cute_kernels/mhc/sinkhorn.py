@@ -207,8 +207,10 @@ def _keep(factors: cute.Tensor, u: cute.Tensor, v: cute.Tensor, k: Int32, n: int
 
 
 class Sinkhorn(Invariant):
-    """Forward kernel of Sinkhorn normalisation, for n x n matrices. forms: the dtype of logits and results
-    (`dtypes.PARAM_FORMS`)."""
+    """Forward kernel of Sinkhorn normalisation of n x n matrices; each thread handles one matrix.
+
+    forms: code of the dtype of logits and results (`dtypes.PARAM_FORMS`).
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -237,8 +239,11 @@ class Sinkhorn(Invariant):
 
 
 class SinkhornBackward(Invariant):
-    """Backward kernel of Sinkhorn normalisation: makes d_logits. Shared memory holds 2n factors for each thread and
-    iteration."""
+    """Backward kernel of Sinkhorn normalisation of n x n matrices: makes d_logits from d_out and logits.
+
+    Each thread handles one matrix. It computes all iterations again, and keeps in shared memory, for each iteration,
+    the matrix's 2n factors: u for its rows and v for its columns (see the module's docstring).
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name

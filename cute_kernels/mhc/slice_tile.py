@@ -71,14 +71,19 @@ class SliceTile(Invariant):
         self.stage_words = arrays * self.array_words + extra_words
 
     def word(self, row: Int32, vector: Int32, stream: Int32 | int = 0) -> Int32:
-        """Return the offset, in words, of a vector of a row within its array. stream: the stream's number, if the array
-        is that of a stream or of its gradient."""
+        """Return the offset, in words, of a vector (16 bytes) of row number `row` from the start of the row's array.
+
+        stream: the stream's number, if the array holds a stream or a stream's gradient.
+        """
         apart = APART[stream] if isinstance(stream, int) else stream % 2 + stream // 2 * 4
         return (row * self.vectors + (vector ^ (row % 4 * 2 + row // 4 % 2 ^ apart))) * WORDS
 
     def mine(self) -> Int32:
-        """Return the offset, in words, of a lane's first 8 bytes within an array: COLUMNS columns of token lane / 4.
-        Those of token lane / 4 + 8 lie `half_words` further; of stream j at this offset ^ (APART[j] * WORDS)."""
+        """Return the offset, in words, of this lane's 8 bytes (COLUMNS columns) of token lane / 4 within an array.
+
+        The lane's 8 bytes of token lane / 4 + 8 lie `half_words` further. In the array of stream j, both offsets are
+        XORed with APART[j] * WORDS.
+        """
         lane, warp = cute.arch.lane_idx(), self.warp()
         return self.word(lane // 4, warp * 2 + lane % 4 // 2) + lane % 2 * PAIR_WORDS
 
@@ -91,7 +96,7 @@ class SliceTile(Invariant):
         return cute.arch.make_warp_uniform(thread // LANES)
 
     def first_column(self) -> Int32:
-        """Return the first of a lane's columns, counted from its slice's first."""
+        """Return the index of this lane's first column in the CTA's slice."""
         return self.warp() * WARP_COLUMNS + cute.arch.lane_idx() % 4 * COLUMNS
 
     def array(self, stage: cute.Pointer, number: int) -> cute.Pointer:
@@ -156,8 +161,10 @@ class SliceTile(Invariant):
         return part * per_part, cutlass.min(part * per_part + per_part, tiles)
 
     def place(self, start: Int32, number: Int32, tokens: Int32, width: Int32) -> Place:
-        """Return the 16 bytes that this thread copies in each array of token tile `number` of the slice that begins at
-        column `start`. Past the last token: those of the last token."""
+        """Return the place of the 16 bytes that this thread copies into each array, for token tile `number`.
+
+        start: the first column of the CTA's slice. For a token past the last, the place of the last token's bytes.
+        """
         thread, _, _ = cute.arch.thread_idx()
         row, vector = thread // self.vectors, thread % self.vectors
         token, column = number * TOKEN_TILE + row, start + vector * elements(self.dtype)

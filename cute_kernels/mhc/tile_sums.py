@@ -42,11 +42,12 @@ class TileSums(Invariant):
 
     @cute.jit
     def leave(self, partials: Int64, part: Int32, block: Int32, blocks: Int32, sums: cute.Tensor):
-        """Store a thread's sums in the workspace `partials`.
+        """Store this thread's sums for d_weight in the workspace `partials`.
 
         Args:
-            sums: [FRAGMENT, K / 8, pairs of vectors].
-            blocks: number of blocks of a part.
+            part, block: the CTA's part of the tokens, and its block of columns.
+            blocks: number of blocks of columns.
+            sums: [FRAGMENT, K / 8, pairs of vectors], K = n^2 + 2n.
         """
         for i in cutlass.range_constexpr(self.count):
             mine = sums[None, i // self.pairs, i % self.pairs]

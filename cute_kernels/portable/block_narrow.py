@@ -32,8 +32,10 @@ class PendingScales(Invariant):
         self.words.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
-        """Return the bits of the scale of k-tile number `place` of the run. block: always 0, since a k-tile lies in one
-        scale block."""
+        """Return the float32 scale, as bits, for k-tile number `place` of the run.
+
+        block: always 0, since a k-tile lies in one scale block.
+        """
         return self.words[place]
 
     @cute.jit

@@ -98,7 +98,7 @@ class WgradEpilogue(Invariant):
 
 
 class Operands(NamedTuple):
-    """Rows of dy and of x."""
+    """Inputs of the weight gradient's mainloop: the rows of dy and the rows of x that it contracts."""
 
     dy: Rows
     x: Rows

@@ -46,23 +46,26 @@ class States(Invariant):
         self.inputs, self.groups, self.smem = inputs, groups, smem
 
     def new(self) -> Any:
-        """Make a state of the epilogue."""
+        """Return a new state of the epilogue, for the current tile."""
         slots = Slots(self.smem, self.epilogue.dtype, self.epilogue.shape.slots.count, min(self.tile.m, ROWS))
         return self.epilogue.make_state(self.inputs, self.groups, slots, self.own, None)
 
 
 class TileKernel(Invariant):
-    """A kernel whose CTAs take every gridDim-th tile, and make each tile from its first copy to its last store.
+    """A persistent kernel without warp roles: all warps of a CTA do the same work on one output tile after another.
 
-    who           waits for                                  then
-    all warps     own copies of a stage, barrier (CTA)       copy the next stage, multiply this one
-    all warps     barrier (CTA), at a tile's end             epilogue in the stages' memory, a barrier a slot
-    all warps     barrier (CTA), at the epilogue's end       next tile
+    CTA c of G takes tiles c, c + G, c + 2G, ..., and finishes a tile, from its first copy to its last store, before it
+    begins the next. A run is 1 or 2 k-tiles (`mainloop.py`).
 
-    Timeline of a tile: `begin` of the epilogue fetches row scales and biases. The mainloop starts to fill all stages
-    except those of one run of k-tiles, then multiplies run by run while copies of later runs arrive. After the last
-    k-tile the stages' memory is free, and the epilogue stages its results there before it writes them to global memory.
-    The SM's other CTA can multiply meanwhile.
+    phase        all warps wait for                              then
+    mainloop     own copies of a run, barrier (CTA)              start copies of a later run, multiply this run
+    epilogue     barrier (CTA) after the last run                fill and store each slot, with a barrier (CTA) between
+    next tile    barrier (CTA) after the last slot               first copies of the next tile
+
+    Timeline of a tile: the epilogue's `begin` fetches row scales and biases. The mainloop starts to fill all stages
+    except those of one run, then multiplies run by run while copies of later runs arrive. After the last run the
+    stages' memory is free, and the epilogue's slots lie there: results pass through them to global memory. Meanwhile
+    the SM's other CTA can multiply.
     """
 
     walk: Any = TileWalk
@@ -71,7 +74,7 @@ class TileKernel(Invariant):
         self.name, self.dtype, self.tile, self.epilogue = name, dtype, tile, epilogue
 
     def make_operands(self) -> tuple[Any, Any]:
-        """Make the operands A and B (operands.py) in shared memory."""
+        """Return operands A and B (operands.py): objects that copy an operand to shared memory and read it there."""
         raise NotImplementedError
 
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:

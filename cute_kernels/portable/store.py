@@ -147,13 +147,16 @@ class Slots(slots.Slots):
         """Do nothing: when `start` returns, it has read its slot."""
 
     def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
-        """Publish a filled slot and write it to its place; if `adds`, add it to the numbers there. target: ignored."""
+        """Publish a filled slot and write its numbers to `place`; if `adds`, add them to the numbers in memory.
+
+        target: ignored.
+        """
         self.sync()
         self.start(None, place, slot, adds)
 
     @cute.jit
     def start(self, atom: None, place: Place, slot: Int32 | int, adds: Boolean | cutlass.Constexpr[bool] = False):
-        """Write a published slot to its place; if `adds`, add it to the numbers there."""
+        """Write a published slot's numbers to `place`; if `adds`, add them to the numbers in memory."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         if chunk * elements < place.columns:
@@ -183,7 +186,9 @@ class Slots(slots.Slots):
     def put(
         self, values: cute.Tensor, target: RowStore | None, place: Place, slot: int, adds: Boolean | bool = False
     ) -> None:  # fmt: skip
-        """Convert a chunk of accumulators to `dtype`, write it into a slot and store the slot at its place; if `adds`,
-        add it to the numbers there."""
+        """Convert a chunk of accumulators to `dtype`, and write it through a slot to `place` in global memory.
+
+        adds: add the converted numbers to the numbers in memory instead of overwriting these.
+        """
         self.write(narrowed(values, self.dtype), slot)
         self.store(target, place, slot, adds)

@@ -102,8 +102,10 @@ def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
 
 
 class FoldMxfp8(Invariant):
-    """Base of the kernels that fold w by rows and by columns. w is in bfloat16, float16 or float32, and is read in
-    vectors of 16 bytes."""
+    """Base of the kernels that fold a weight w, by rows or by columns, to MXFP8 with one scale for each folded line.
+
+    w is bfloat16, float16 or float32, and is read in vectors of 16 bytes.
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         self.name = name
@@ -274,7 +276,7 @@ class Strip(NamedTuple):
 
 
 class FoldColumns(FoldMxfp8):
-    """Kernel that folds w [E, N, K] to data [E, K, N] and scale bytes [E, K]."""
+    """Kernel that folds w [E, N, K], along N, to transposed data [E, K, N] and scale bytes [E, K]."""
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
@@ -398,7 +400,7 @@ class FoldColumns(FoldMxfp8):
 
 
 class Fold:
-    """Host function that launches the kernel of the spec's axis."""
+    """Host function that folds a weight to MXFP8: launches FoldRows or, with axis "col", FoldColumns."""
 
     def __init__(self, spec: FoldMxfp8Spec):
         kernel = FoldRows if spec.axis == "row" else FoldColumns

@@ -269,8 +269,10 @@ class QuantizeMxfp8(Invariant):
     def _put_row_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
-        """Write the scales of this thread's rows to shared memory (`row_scales`); for a block past x's last column,
-        which an atom of scales may include, write 0.
+        """Write the scale bytes of this thread's rows (`exponents`) to shared memory (`row_scales`).
+
+        One thread writes for all threads of a block. The scales of blocks past x's last column are 0; swizzled scales
+        are stored in whole atoms of 128 rows x 4 blocks, which may have such blocks.
         """
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector

@@ -43,7 +43,10 @@ class Band(NamedTuple):
 
 
 class QuantizeGroups(QuantizeMxfp8):
-    """Kernel that quantises x by groups; `QuantizeMxfp8` says which x it takes."""
+    """Kernel that quantises x to E4M3 with an E8M0 scale for each 32 rows of a column, group by group.
+
+    A group's first block begins at the group's first row. `QuantizeMxfp8` says which x the kernel takes.
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         super().__init__(name, dtype, "col")

@@ -47,7 +47,7 @@ SIDE_BY_SIDE = (1 << 15) + (1 << 3)
 
 
 class QuantizeMxfp4(Invariant):
-    """Kernel that quantises w in bfloat16, float16 or float32 to MXFP4."""
+    """Kernel that quantises w (bfloat16, float16 or float32) to E2M1, with an E8M0 scale for each 32 elements."""
 
     def __init__(self, spec: QuantizeMxfp4Spec):
         self.name = spec.name

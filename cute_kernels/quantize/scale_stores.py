@@ -45,7 +45,13 @@ class ScaleGrid(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Plain scales [outer_count, inner_count] in memory at `address`; the tile's first scale is at (outer0, inner0)."""
+    """Plain (row-major) scales [outer_count, inner_count] in global memory, and where the tile begins in them.
+
+    Attributes:
+        address: the address of the first scale.
+        outer0, inner0: position of the tile's first scale.
+        outer_count, inner_count: the sizes; scales of the tile past them are not stored.
+    """
 
     address: Int64
     outer0: Int32

@@ -20,8 +20,15 @@ SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take at most 20 KB; loads in flight need
 
 
 class Outputs(NamedTuple):
-    """Addresses of the results: E4M3 data [T, K] and E8M0 scales, with blocks along rows (row_) and along columns
-    (col_). If the kernel's `axis` has no blocks along rows or columns, their addresses are ignored."""
+    """Addresses of a quantiser's two results, each E4M3 data [T, K] with E8M0 scales.
+
+    A kernel with axis "row" writes only the first result, one with axis "col" only the second; it ignores the addresses
+    of the other.
+
+    Attributes:
+        row_data, row_scale: the result whose blocks (elements that share a scale) lie along rows.
+        col_data, col_scale: the result whose blocks lie along columns.
+    """
 
     row_data: Int64
     row_scale: Int64

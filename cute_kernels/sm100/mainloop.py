@@ -79,7 +79,7 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operand_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Return the layouts of all stages of A and of B in shared memory, in the order that MMAs read."""
+        """Return the shared-memory layouts of operand A and of operand B, each with all stages, as MMAs read them."""
         shape, mma = (self.tile.m, self.tile.n, self.tile.k), self.tiled_mma()
         return (
             sm100_utils.make_smem_layout_a(mma, shape, self.dtype, self.stages),
@@ -159,27 +159,29 @@ class TensorCoreMainloop(Mainloop):
 
 
 class GemmMainloop(TensorCoreMainloop, gemm.GemmMainloop):
-    """The mainloop of rows of x times experts' weights."""
+    """The mainloop of GEMMs that multiply rows of x by their experts' weights."""
 
 
 class HalvesMainloop(TensorCoreMainloop, halves.HalvesMainloop):
-    """The mainloop of rows of x in two halves of columns, each of which is multiplied by weights of its own."""
+    """The mainloop of GEMMs that multiply the left and the right half of x's columns by different weights, and add."""
 
 
 class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
-    """The mainloop of columns of dy times columns of x. In a group's last k-tile, MMAs that contain no row of the group
-    are skipped."""
+    """The mainloop of weight gradients, dw = dy^T x, which contract over the rows of a group.
+
+    In a group's last k-tile, MMAs that contain no row of the group are skipped.
+    """
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32:
         return work.group_end - work.row - k_tile * self.tile.k
 
 
 class ClearingWgradMainloop(WgradMainloop):
-    """The mainloop of columns of dy times columns of x without TMA addresses that wrap (memory/ragged.py).
+    """The mainloop of weight gradients without TMA addresses that wrap around 2^64 (memory/ragged.py).
 
-    TMA cannot clip at the group's end then, so it also loads rows past it. The MMA warp overwrites with zeros those of
-    them that the group's last MMA multiplies, which are fewer rows than an MMA is deep. In shared memory a row takes a
-    line of 128 bytes for each 64 columns in 16 bits, or for each 128 columns in 8 bits.
+    Without such addresses TMA cannot clip at a group's end, so it also loads rows past the end. Of these rows, the MMA
+    warp overwrites with zeros the ones that the group's last MMA multiplies: fewer rows than an MMA is deep. In shared
+    memory a row takes a line of 128 bytes for each 64 columns in 16 bits, or for each 128 columns in 8 bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:

@@ -27,7 +27,7 @@ from .persistent import PersistentGemm
 
 
 class GroupedGemm(PersistentGemm):
-    """GEMM of rows of x with the weights of their experts.
+    """GEMM that multiplies each row of x by the weights of the row's expert: y[row] = epilogue(x[row] @ w[e]^T).
 
     Args:
         dtype: element type of x and w.

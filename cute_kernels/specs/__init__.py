@@ -101,7 +101,10 @@ _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": Grou
 
 
 def operands_of(spec: Spec) -> str:
-    """Return the operands of a spec's (first) GEMM, a key of OPERANDS; "16bit" for kernels that are not GEMMs."""
+    """Return the key of OPERANDS that names the formats of x and weights: in a grouped_mlp the formats of FC1.
+
+    "16bit" for kernels that are not GEMMs.
+    """
     first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     return str(getattr(first, "operands", "16bit"))
 

@@ -218,7 +218,10 @@ def within_rule(ours: Error, torchs: Error) -> bool:
 
 
 def clock_us(call: Call, calls: int = 1) -> float:
-    """Return the mean time in us until a call returns to the host."""
+    """Return the host's time in us for one call, as the mean of `calls` consecutive calls.
+
+    Neither before nor after the calls does the host wait for the GPU.
+    """
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -226,7 +229,10 @@ def clock_us(call: Call, calls: int = 1) -> float:
 
 
 def host_us(call: Call) -> float:
-    """Return the median time in us until a call returns to the host; the GPU's work is not waited for."""
+    """Return the host's time in us to issue a call to an idle GPU: the median of HOST_SAMPLES samples.
+
+    A sample is the mean of CALLS_PER_HOST_SAMPLE calls (`clock_us`), taken after all earlier work of the GPU has ended.
+    """
     samples = []
     for _ in range(HOST_SAMPLES):
         torch.cuda.synchronize()

@@ -186,7 +186,15 @@ def _check_alike(name: str, tensor: Any, first_name: str, first: Any) -> None:
 
 
 def _experts_first(name: str, matrix: Any, experts: int, grouped_by_expert: bool) -> Tensor:
-    """Return a PEFT matrix as a view [E, r, in] or [E, out, r]. Arguments: see `from_peft`."""
+    """Return a PEFT matrix as a view whose first dimension is the expert.
+
+    lora_A [E r, in] becomes [E, r, in], lora_B [out, r E] becomes [E, out, r].
+
+    Args:
+        name: "a1", "b1", "a2" or "b2".
+        experts: E.
+        grouped_by_expert: see `from_peft`.
+    """
     is_a = name in ("a1", "a2")
     form, dim = ("[E r, in]", 0) if is_a else ("[out, r E]", 1)
     check_is_tensor("from_peft", name, matrix, form)

@@ -7,5 +7,5 @@ from ..decoded_gemm import DecodedGemm, RoundingEpilogue
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
     return glu_decoded.trace(spec, DecodedGemm, RoundingEpilogue)

@@ -9,5 +9,5 @@ from ..decoded_lines import DecodedLinesGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
     return mm_decoded.trace(spec, DecodedLinesGemm, LinearEpilogue)

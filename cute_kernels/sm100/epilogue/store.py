@@ -64,8 +64,10 @@ class Slots(store.Slots):
     warp_step = WARP_LANES
 
     def matrix_copy(self, op: Any) -> cute.TiledCopy:
-        """Make the copy from accumulators to a slot by `op`. The accumulators have the order of MMAs of 16 rows by
-        each of four warps."""
+        """Make the tiled copy with which a warpgroup writes accumulators to a slot.
+
+        The accumulators are in the order of an MMA in which each of four warps has 16 rows. op: the copy instruction.
+        """
         mma_op, warps = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), cute.make_layout((4, 1, 1))
         mma = cute.make_tiled_mma(mma_op, warps, permutation_mnk=(ROWS, self.cols, 16))
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)

@@ -9,5 +9,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
     return dglu.trace(spec, GroupedGemm, DgluEpilogue)

@@ -9,5 +9,5 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
     return traced(spec, Dglu(spec, GroupedMxfp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))

@@ -8,6 +8,6 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
     gemm = GroupedMxfp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
     return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

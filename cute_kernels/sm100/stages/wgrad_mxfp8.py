@@ -30,5 +30,5 @@ class Wgrad:
 
 
 def trace(spec: WgradSpec) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
+    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
     return traced(spec, Wgrad(spec))

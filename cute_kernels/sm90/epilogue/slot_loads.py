@@ -27,9 +27,9 @@ class TileLoads(NamedTuple):
 
 
 class SlotBarriers(Invariant):
-    """Full barriers of the staging slots of all of a CTA's warpgroups, one for each slot.
+    """Full barriers of a CTA's staging slots, one for each slot of every warpgroup.
 
-    A slot is full after 1 arrival, of the storing warp, which starts the load, and the bytes of the slot by TMA.
+    A slot is full once the storing warp, which starts the load, has arrived and TMA has written the slot's bytes.
     """
 
     def __init__(self, barriers: cute.Pointer, num_warpgroups: int):

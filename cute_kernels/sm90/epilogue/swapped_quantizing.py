@@ -29,8 +29,10 @@ SLAB_COLUMNS = 64
 
 
 class ByteSlots(SwappedSlots):
-    """Slots of E4M3 elements, rows of 128, which a thread writes byte by byte: stmatrix transposes 16-bit elements
-    alone. A row tile has few rows."""
+    """Staging slots of E4M3 elements, in rows of 128 bytes, which threads write byte by byte.
+
+    stmatrix transposes only 16-bit elements. The writes are few, since a row tile has few rows.
+    """
 
     def _partition(self) -> None:
         lane, self.warp = self.thread % 32, self.thread // 32
@@ -54,7 +56,7 @@ class ByteSlots(SwappedSlots):
 
 
 class SwappedQuantizingState(SwappedState):
-    """State of a warpgroup's epilogue. pitch: number of scales of a row of the activation."""
+    """State of one warpgroup's `SwappedQuantizingEpilogue`. pitch: number of scales in a row of the activation."""
 
     def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem, pitch: Int32):
         super().__init__(inputs, slots, smem)

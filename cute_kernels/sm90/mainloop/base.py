@@ -340,7 +340,7 @@ class Mainloop(Invariant):
         self, acc: cute.Tensor, fragments: tuple, scales: NoScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K; called by a whole warpgroup.
+        """Compute acc = A B^T for a tile, over the whole contraction; called by a whole warpgroup.
 
         Returns the pipeline state after the tile's k-tiles. The wgmmas of one k-tile stay in flight: while they run,
         the stage of the previous k-tile is released.

@@ -87,7 +87,7 @@ class BlockScales(Invariant):
 
     @cute.jit
     def start_loads(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading a k-tile's scales. After the tile's last k-tile: those of the first k-tile of `next_work`."""
+        """Start loading the scales of k-tile `k_tile`; past the last one, of the first k-tile of tile `next_work`."""
         if k_tile == self.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)

@@ -34,7 +34,7 @@ HALF_BLOCK = BLOCK // 2
 
 
 class ScaleSources(NamedTuple):
-    """Locations of the scales of x's rows and of weights.
+    """Locations of the float32 scales: of x's rows, one for each 128 columns, and of the weights' 128 x 128 blocks.
 
     Attributes:
         rows: address of the row scales, float32 [rows, ceil(K / 128)].

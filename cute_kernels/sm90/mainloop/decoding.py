@@ -205,7 +205,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def start_loads(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading a k-tile's scales. After the tile's last k-tile: those of the first k-tile of `next_work`."""
+        """Start loading the scales of k-tile `k_tile`; past the last one, of the first k-tile of tile `next_work`."""
         if k_tile == self.grid.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
@@ -373,7 +373,7 @@ class DecodingMainloop(WeightsFirst):
         self, acc: cute.Tensor, fragments: tuple, scales: WeightScales, tile: MmaTile,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+        """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
         While the wgmmas of a step (32 elements of k) run, the next step is decoded, even if it belongs to the next
         k-tile. At the end of the loop body no wgmma may be in flight, or the compiler would run all of them one by one.

@@ -137,7 +137,7 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, fragments: tuple, scales: BlockScales, tile: MmaTile,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+        """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
         The warps of the warpgroup do not wait for each other.
         """

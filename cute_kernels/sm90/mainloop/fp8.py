@@ -178,7 +178,7 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, fragments: tuple, scales: RowScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+        """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
         If the warpgroup's share of the tile has no rows of the group, it multiplies nothing.
         """

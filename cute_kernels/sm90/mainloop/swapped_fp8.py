@@ -46,7 +46,7 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
 
     @property
     def slab_regs(self) -> int:
-        """Accumulators of a thread for a slab."""
+        """Number of a thread's accumulators for one slab: 64 weight rows by tile.m rows of x, over 128 threads."""
         return ROWS * self.tile.m // THREADS
 
     def accumulators(self) -> cute.Tensor:

@@ -29,11 +29,13 @@ _told: set[str] = set()
 
 
 class Taken:
-    """A layer that runs on Glulam; its MoE method keeps this object as `glulam_taken`.
+    """A layer that runs on Glulam: how its weights are stored, and its experts once they are prepared.
+
+    SGLang's object of the layer's MoE method keeps this object as its attribute `glulam_taken`.
 
     Attributes:
-        method: the layer's entry of METHODS.
-        kind: the format of its weights, the name of a constructor of ServedExperts.
+        method: this plugin's `Method` (an entry of METHODS) for SGLang's class of MoE methods that the layer has.
+        kind: the format of the layer's weights, which is the name of a constructor of ServedExperts.
         gate: the activation between FC1 and FC2.
         dtype: dtype of the layer's input (SGLang's `params_dtype`).
     """

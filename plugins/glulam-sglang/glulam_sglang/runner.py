@@ -110,8 +110,9 @@ def _world_experts(config: MoeRunnerConfig) -> int | None:
 
 
 def _symmetric_result(x: Tensor) -> Tensor | None:
-    """Return a result buffer in NCCL's symmetric memory, which the all-reduce reads; None: the engine does not use
-    it.
+    """Return a buffer for the layer's result, shaped like x, in NCCL's symmetric memory for the engine's all-reduce.
+
+    None: the engine does not use symmetric memory here.
     """
     if not is_symmetric_memory_enabled() or not is_allocation_symmetric():
         return None

@@ -95,9 +95,10 @@ class DataPath(Path):
     has_fused_gradients: bool = False
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
-        """Return a copy of this path whose parts are launches; see `Path.planned`.
+        """Return a copy of this path whose parts are launches, planned when they first run.
 
         Tokens that are not contiguous are read by index if GEMMs can: the kernel that copies rows takes no padding.
+        Arguments: see `Path.planned`.
         """
         may_copy = call.x.is_contiguous() or not self.reads_by_index
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
@@ -112,8 +113,10 @@ class DataPath(Path):
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute and return the result, and by name the tensor to save for backward: "preact" (h), "act" (m) or
-        neither; see `Path.forward`.
+        """Compute the result; return (the result, {name: the tensor to save for backward}).
+
+        The tensor is "preact" (h) or "act" (m); the dict is empty if backward needs neither. Arguments: see
+        `Path.forward`.
         """
         keep_preact = not (self.recompute or wanted.isdisjoint(self.need_preact))
         keep_act = "w2" in wanted and not self.recompute
@@ -145,7 +148,10 @@ class DataPath(Path):
         return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return, by argument name, True if backward reads the argument; see `Path.reads`."""
+        """Return, by argument name, True if backward reads the argument when the arguments in `wanted` need gradients.
+
+        Arguments that the dict lacks are read, too.
+        """
         needs_act_gradient = not wanted.isdisjoint(self.need_preact)
         again = self.recompute and (needs_act_gradient or "w2" in wanted)
         return {
@@ -160,7 +166,7 @@ class DataPath(Path):
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        """Compute the gradients, return them by argument name, and remove h from `saved`; see `Path.gradients`.
+        """Compute the gradients of the arguments in `wanted`, return them by name, and remove h from `saved`.
 
         Data gradients come first, then weight gradients, so that each intermediate is freed as soon as nothing needs
         it: h before any weight gradient is allocated, the gradient of h before the last weight gradient.
@@ -252,7 +258,7 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with one launch. Arguments: see `_data_gradients`."""
+        """Compute with one launch what `_data_gradients`, which has the same arguments, computes GEMM by GEMM."""
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 

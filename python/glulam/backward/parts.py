@@ -59,7 +59,11 @@ class Targets:
         return self.grad_input
 
     def new_grad_input(self, dy: Tensor, columns: int) -> Tensor:
-        """Return [T, columns] for x's gradient, filled with zeros: the buffer or a new tensor."""
+        """Return a matrix [T, columns] of zeros for x's gradient: `grad_input`, zeroed here, or else a new tensor.
+
+        A backward calls this before the GEMM that writes the gradient, since that leaves rows after the last group as
+        they are. dy: the incoming gradient, with T rows and the dtype and device of a new tensor.
+        """
         buffer = self.given_grad_input(dy)
         return dy.new_zeros(dy.shape[0], columns) if buffer is None else buffer.zero_()
 

@@ -167,7 +167,7 @@ class PlannedStep(Step):
         return part_of(self.op) if self.is_frozen else NO_ERRORS
 
     def _layout_saved(self, made: dict[str, Tensor]) -> FlatLayout:
-        """Return the layout of saved tensors. `made`: those that forward made for backward, by name."""
+        """Return the layout of saved tensors. made: by name, the tensors that forward made for backward."""
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 

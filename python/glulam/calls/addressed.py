@@ -140,7 +140,7 @@ class AddressedCall(Call):
         return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
     def compute(self) -> Any:
-        """Return the results that the CPU reference computes: all of them; those that are not wanted may be None."""
+        """Compute the call with the CPU reference; return all results, of which the unwanted ones may be None."""
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
@@ -303,9 +303,9 @@ class AddressedCall(Call):
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return the LaunchShape, and its compiled code, of the launch of `like` with this call's number of rows.
+        """Return (LaunchShape, its compiled code) of a launch like that of plan `like`, for this call's number of rows.
 
-        It may differ from the LaunchShape of `like`: the number of rows decides whether the kernel takes scratch
+        The LaunchShape may differ from the one of `like`: the number of rows decides whether the kernel takes scratch
         memory, and the leading argument may have another number of token dimensions.
         """
         key, launches = (constants["rank"], bool(constants["memory"])), like.serving.launches

@@ -144,8 +144,9 @@ class Arguments:
 
     @classmethod
     def parts_of(cls, name: str) -> tuple[str, ...]:
-        """Return the names of the arguments that hold a weight: of its elements and, if the call has such arguments,
-        of its scales and its global scale.
+        """Return the names of the arguments that together hold weight `name`, such as ("w1", "w1_scale").
+
+        The first holds the elements; calls with quantised weights have others for scales and the global scale.
         """
         return tuple(name + suffix for suffix in SUFFIXES if name + suffix in cls.given)
 
@@ -240,8 +241,9 @@ class Arguments:
 
     @property
     def gathered_places(self) -> tuple[int, ...]:
-        """Places of the `gathered` tensors in the list of those tensors of `given` that are not None; () without
-        `rows`.
+        """Indices of the gathered tensors, from which `rows` selects, among the tensor arguments that are not None.
+
+        () if the call has no `rows`.
         """
         if self.indices is None:
             return ()

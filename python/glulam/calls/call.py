@@ -172,8 +172,9 @@ class Call(PlanMaker):
         return False
 
     def differentiate(self, key: Hashable = None) -> Any:
-        """Return the result of a call in which an argument requires a gradient, and record its backward. `key`: see
-        `handle_miss`.
+        """Return the result of a call in which an argument requires a gradient, and record its backward.
+
+        key: the key under which the call's plan will be kept. None: the call has no plan.
         """
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             for name in self.outputs:
@@ -182,7 +183,10 @@ class Call(PlanMaker):
         return self.with_backward(self, key)
 
     def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Return the result of a call that needs no gradient. Arguments: see `handle_miss`."""
+        """Return the result of a call that needs no gradient, by a plan resized from a kept one if there is one.
+
+        Arguments: as of `handle_miss`.
+        """
         if key is not None:
             ready = changed(self, **replacements)
             plan = ready.resize_kept_plan(key)
@@ -193,8 +197,9 @@ class Call(PlanMaker):
         return self.execute(key)
 
     def resize_kept_plan(self, key: Hashable) -> Any:
-        """Make a plan from the plan of a checked call that differs only in its number of rows, keep it under `key`, and
-        return it; return None if there is no such call.
+        """Return a plan resized from the kept plan of a call that differs only in its number of rows.
+
+        The new plan is kept under `key`. None: no such plan is kept.
         """
         found = self.find_resizable(key, self.plans)
         if found is None:
@@ -227,8 +232,10 @@ class Call(PlanMaker):
             plans.keep_resizable(key, self.lead_sizes, count - len(gathered), (problem, plan), gathered)
 
     def execute(self, key: Hashable = None) -> Any:
-        """Check all arguments, compute the call, and return its result: on the CPU by the reference, on a GPU by a
-        plan, which is new unless one is kept for the prepared arguments. `key`: see `handle_miss`.
+        """Check all arguments, compute the call, and return its result.
+
+        On the CPU the reference computes it. On a GPU a plan does: the one that is kept for the call with prepared
+        weights and group sizes, or else a new one. key: the key under which a new plan is kept; None: it is not kept.
         """
         self.check_plain()
         problem = self.check()
@@ -286,7 +293,7 @@ class Call(PlanMaker):
 
     @property
     def torch_name(self) -> str:
-        """The name of the torch operator for this call; see `library`."""
+        """Name of this call's operator in torch.ops.glulam: `torch_op`, with suffixes for a further result and out."""
         optional = () if self.returns_list() else self.optional_results()
         variant = "".join([made.torch_suffix for made in optional if self.makes_result(made)])
         writes = self.has_torch_out and getattr(self, "out", None) is not None

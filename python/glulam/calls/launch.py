@@ -362,6 +362,9 @@ class Plan:
         return Bare(self.constants["function"], self.shape.arguments, passed[0], results, tuple(memory))
 
     def check_unseen(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
-        """Check arguments at addresses that were not seen before; see `memory.check_unseen`."""
+        """Check arguments at addresses that this plan has not seen: storages hold their tensors, no output overlaps.
+
+        Arguments: see `memory.check_unseen`, which this calls after the operator's own checks of addresses.
+        """
         self.look(self.op, outs, **read)
         check_unseen(self, at, outs, read)

@@ -141,7 +141,10 @@ class PlanMaker(Arguments):
             check(cls, outs, read)
 
     def _merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one dict with the entries of all parts; see `merged`."""
+        """Return one dict with the entries of all dicts in `parts`.
+
+        A name in two dicts raises TypeError, unless the definition's `overrides` has it: then the later dict counts.
+        """
         return merged(self.op, parts, self.definition.overrides)
 
     def results(self, problem: Problem) -> Any:
@@ -201,7 +204,10 @@ class PlanMaker(Arguments):
         return self._plan(shape, constants, serving)
 
     def bare(self, problem: Problem, serving: Any = None, gpu: gpus.Gpu | None = None) -> Bare:
-        """Return the kernel's function and argument values of this call's launch. Arguments: see `plan`."""
+        """Return what this call's launch would call: the kernel's function, and the values of its arguments.
+
+        Arguments: see `plan`.
+        """
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
@@ -213,8 +219,9 @@ class PlanMaker(Arguments):
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return the LaunchShape, and its compiled code, of the launch of `like` with this call's number of rows: here
-        those of `like`.
+        """Return (LaunchShape, its compiled code) of a launch like that of plan `like`, for this call's number of rows.
+
+        Here both are `like`'s own; subclasses may return others.
         """
         return like.shape, like.run.__code__
 

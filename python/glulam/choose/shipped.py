@@ -91,7 +91,7 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
-    """Return the families of the kernels that serve a problem, given one spec that serves it; see `families_of`."""
+    """Return what `families_of` returns for a problem, derived from one spec that serves the problem."""
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
@@ -122,8 +122,9 @@ def microseconds(us: float) -> str:
 
 
 def estimated_rows(problem: Problem) -> int:
-    """Return the number of rows at which tiles' times are compared: the problem's, rounded so that the rows of an
-    expert are a power of two or one of 15 sizes between two powers.
+    """Return the problem's number of rows, rounded, at which the times of tiles are compared.
+
+    The mean number of rows an expert is rounded to a power of two or to one of 15 sizes between two powers.
 
     Rounding changes the rows by about 2 %, by less than the error of estimates, and lets most new numbers of rows use
     estimates that were made before.

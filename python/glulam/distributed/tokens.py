@@ -71,7 +71,7 @@ def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
 
 
 def in_mxfp8(x: Tensor) -> MXFP8Tensor:
-    """Return x quantised as the layer's forward would quantise it on the receiving rank; see `quantizes`."""
+    """Return x quantised to MXFP8 with blocks of 128, as FC1 would quantise it on the receiving rank."""
     made: MXFP8Tensor = quantize_mxfp8(x, block=BY_128.block)
     return made
 

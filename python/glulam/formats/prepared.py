@@ -159,7 +159,7 @@ class _Weight:
 
 
 class PreparedWeights:
-    """The prepared weights of this process; see the module's docstring.
+    """The process's cache of prepared weights: weights in the layout that kernels read, by weight and form.
 
     A weight is passed as `Parts`: data [E, N, K], or a list of E tensors [N, K], in 16 bits or float32; or data and
     scales in a quantised format. `form` is the layout (`Form`) in which kernels will read the weight.

@@ -223,9 +223,7 @@ def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
 
 
 def why_passed_over(best: str, arch: str) -> tuple[str, str]:
-    """Return why the kernels of `arch` serve instead of the kernels of `best`, and the commands that would try
-    `best`.
-    """
+    """Return two texts: why kernels of `arch` serve instead of kernels of `best`, and commands that try the latter."""
     validate = f"`{ENV_ARCH}={best} glulam validate`"
     if has_bundle(best):
         return f"the {best} kernels were {NEVER_RUN} here; the {arch} kernels serve", f"{validate} tries them"

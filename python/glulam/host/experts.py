@@ -73,7 +73,7 @@ class GateUp(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """The tensors of a list as they were when they were checked; see `Table.checked`.
+    """Properties of a list's tensors at their last check; a table keeps them as `Table.checked`.
 
     Attributes:
         shape, dtype: the shape and dtype of each tensor.

@@ -20,7 +20,7 @@ from .rows import combine, permute
 
 
 class AdaptedMoeCall(OfTokens, AdaptedMlpCall):
-    """A call of `adapted_moe`."""
+    """A call of `adapted_moe`: of `moe` in 16 bits with low-rank adapters on the experts."""
 
     torch_op = "adapted_moe"
     labels = {**OfTokens.labels, **AdaptedMlpCall.labels}
@@ -35,7 +35,7 @@ def adapted_moe(
     activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, world_experts: int,
     out: Any,
 ) -> Any:  # fmt: skip
-    """Compute `moe` with low-rank adapters, from its routing's tensors and the matrices that `adapted_mlp` takes."""
+    """Compute `moe` with low-rank adapters; a Routing and an ExpertLora are passed as their single tensors."""
     raise NotImplementedError  # `front` writes the body
 
 

@@ -85,9 +85,10 @@ def moe_of_choices(
 
 
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
-    """Return True if one call can sort the choices and compute the layer; the conditions: see `moe_of_choices`.
+    """Return True if one call can sort the choices and compute the layer.
 
-    others: further tensors that may require a gradient.
+    This needs a GPU, few choices and experts (`moe_of_choices` has the numbers), and no gradient. others: further
+    tensors that may require a gradient.
     """
     return (
         isinstance(x, (Tensor, MXFP8Tensor))
@@ -196,5 +197,8 @@ def layer_of_choices(
     w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
     transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """Sort the choices, and compute `moe`, in one call; arguments: see `moe_of_choices`."""
+    """Return the result of `moe_of_choices` [N, H'], by one call that sorts the choices and computes the layer.
+
+    id_weights: `weights` of `moe_of_choices`, which describes the other arguments, too.
+    """
     raise NotImplementedError  # `front` writes the body

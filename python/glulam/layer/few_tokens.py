@@ -127,7 +127,8 @@ def router_tokens(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
     score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
 ) -> Any:  # fmt: skip
-    """Return the tensors of `RouterCall.returns`; arguments: see `route_few`.
+    """Route as `route_few` does; return (logits, ids, weights, offs, token_of_row, row_of, weight_of_row).
 
-    in_float32: logits are float32; False: they have x's dtype.
+    Except for the logits [N, E], these are attributes of a `Routing`. in_float32: logits are float32; False: they have
+    x's dtype. For the other arguments see `route_few`.
     """

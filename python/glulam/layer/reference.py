@@ -34,8 +34,9 @@ def route(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return ids, weights, offs, token_of_row, row_of and weight_of_row of a Routing; arguments: see
-    `layer.route`.
+    """Compute `layer.route`, which describes the arguments, on the CPU.
+
+    Returns (ids, weights, offs, token_of_row, row_of, weight_of_row), attributes of a Routing.
     """
     values = wide(logits)
     scores = values.sigmoid() if score == "sigmoid" else values
@@ -109,7 +110,10 @@ def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
 def sort(
     ids: Tensor, weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, experts: int, first: int
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return offs, token_of_row, row_of and weight_of_row of a Routing; see `Routing` and `Routing.from_topk`."""
+    """Sort choices by expert, as `Routing.from_topk` does, on the CPU.
+
+    Returns (offs, token_of_row, row_of, weight_of_row), attributes of a Routing.
+    """
     local = placed(ids, expert_map, first)
     has_row = (local >= 0) & (local < experts)
     if num_tokens is not None:

@@ -344,7 +344,10 @@ def route_tokens(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> Any:  # fmt: skip
-    """Return the six tensors of `RouteCall.returns`; arguments: see `route`."""
+    """Choose experts as `route` does; return (ids, weights, offs, token_of_row, row_of, weight_of_row).
+
+    These are attributes of a `Routing`. For the arguments see `route`.
+    """
 
 
 @operator(RouteBackwardCall)
@@ -359,9 +362,10 @@ def route_backward(d_weights: Tensor, logits: Tensor, ids: Tensor, score: str, n
 def sort_choices(
     ids: Tensor, id_weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, num_experts: int, first: int
 ) -> Any:  # fmt: skip
-    """Return the four tensors of `SortCall.returns`; arguments: see `Routing.from_topk`.
+    """Sort choices by expert, as `Routing.from_topk` does; return (offs, token_of_row, row_of, weight_of_row).
 
-    id_weights: from_topk's `weights`; num_tokens: see `route`.
+    These are attributes of a `Routing`. id_weights: from_topk's `weights`; num_tokens: see `route`; for the other
+    arguments see `Routing.from_topk`.
     """
 
 

@@ -77,9 +77,9 @@ def adapted_mlp(
     activation: str = "swiglu", glu_layout: str = "concat", numbers: Numbers = DEFAULTS, lora_scale: float = 1.0,
     transpose_w: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute grouped_mlp with weights w_e + lora_scale b_e a_e; see `expert_lora.ExpertLora`.
+    """Compute grouped_mlp with adapters: with w1_e + lora_scale b1_e a1_e for w1_e, and likewise for w2_e.
 
-    Each of w1 and w2 has a pair of matrices, lora_a1 and lora_b1, lora_a2 and lora_b2; None: this weight has no
-    adapter. Ranks are multiples of 8 on a GPU.
+    lora_a1 and lora_b1 are w1's adapter, lora_a2 and lora_b2 w2's; None: this weight has no adapter. Their shapes are
+    those of a1, b1, a2, b2 of `expert_lora.ExpertLora`; ranks are multiples of 8 on a GPU.
     """
     raise NotImplementedError  # `front` writes the body

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     activation: tuple[Any, ...] | None = None
 
     def recomputed(self) -> tuple[Tensor, Tensor | None]:
-        """Return (a matrix, the indices of those of its rows that are the rows x). None: all rows, in order."""
+        """Return (a matrix, indices): row t of x is row indices[t] of the matrix. None: x is the matrix."""
         if self.activation is None:
             return self.matrix, self.beside
         return gate_rows(self.matrix, self.beside, *self.activation), None
@@ -138,7 +138,10 @@ def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
 
 
 def times_w1(call: Any, groups: Groups) -> Tensor:
-    """Return FC1's product with w1 alone, without adapters: [T, 2I or I], bias included. groups: see `Groups`."""
+    """Return the preactivation without w1's adapter, x w1_e^T + b1_e, [T, 2I or I].
+
+    groups: group sizes as one keyword, `offs` or `splits`.
+    """
     if isinstance(call, Quantized):
         w1, factors = without_factors(parts_given(call, "w1"))
         ((grouped_by, sizes),) = groups.items()

@@ -28,7 +28,10 @@ def is_plain(child: Any, kind: type[nn.Module]) -> bool:
 
 
 def is_itself(child: Any, kind: type[nn.Module]) -> bool:
-    """Return True if `child` is plain when global hooks are ignored; see `is_plain`."""
+    """Return True if `child` itself has no hook, wrapper or forward of its own; global hooks are not looked at.
+
+    `is_plain` looks at both.
+    """
     own = child.__dict__
     return not (
         child.__class__.forward is not kind.forward

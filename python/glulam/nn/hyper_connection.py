@@ -138,13 +138,21 @@ class HyperConnection(nn.Module):
     def boundary(
         self, carried: HyperStreams, *, x_block: Block | None = None, return_x: bool = False
     ) -> mhc.BoundaryResults | mhc.QuantizedBoundaryResults:
-        """Run `mhc.boundary`, and return its results: updated streams, the sublayer's input, and new coefficients.
-
-        Only for form "v4.1".
+        """Run `mhc.boundary` with the module's parameters, for code that calls the sublayer itself.
 
         Args:
-            carried: the HyperStreams that the previous connection's forward returned.
-            x_block, return_x: see `mhc.boundary`; only without gradients.
+            carried: the previous connection's result, or `HyperStreams.begin` before the first connection.
+            x_block: "1x32" or "1x128": return the sublayer's input in MXFP8, with scales of blocks of that size; not
+                differentiable. None: return it in the streams' dtype.
+            return_x: with x_block, return the sublayer's input in the streams' dtype, too.
+
+        Returns:
+            The updated streams, the sublayer's input, and the coefficients pre, post and comb for the next connection,
+            as BoundaryResults; with x_block as QuantizedBoundaryResults.
+
+        Raises:
+            RuntimeError: the module's form is not "v4.1".
+            GradientNotSupported: grad mode is on, x_block is given, and a tensor requires a gradient.
         """
         self._check_is("v4.1", "boundary")
         streams, y, pre, post, comb = carried

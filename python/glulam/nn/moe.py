@@ -303,7 +303,9 @@ class MoE(Converts):
         return called(f"{NAME}: shared_gate", gate, tokens, tokens.dtype, 1)
 
     def backward_dw(self) -> None:
-        """Compute the experts' weight gradients that the oldest pending backward pass left out; see `GroupedMLP`.
+        """Compute the weight gradients, of routed and shared experts, that the oldest pending backward left out.
+
+        Only for a module made with delay_wgrad.
 
         Raises:
             RuntimeError: nothing is pending, or the module was made without delay_wgrad.
@@ -313,22 +315,26 @@ class MoE(Converts):
             part.backward_dw()
 
     def add_lora(self, r: int, **options: Any) -> Lora:
-        """Add adapters to the routed experts; arguments: see `GroupedMLP.add_lora`.
+        """Add adapters of rank r to the routed experts, and return the submodule that holds them.
 
-        `shared.add_lora` adds adapters to the shared expert. The router's `requires_grad` does not change.
+        `shared.add_lora` adds adapters to the shared expert. The router's `requires_grad` does not change. options: see
+        `GroupedMLP.add_lora`.
         """
         return self.experts.add_lora(r, **options)
 
     def remove_lora(self) -> None:
-        """Remove the experts' adapters; see `GroupedMLP.remove_lora`."""
+        """Remove the routed experts' adapters; merged weights stay merged, and frozen parameters stay frozen."""
         self.experts.remove_lora()
 
     def merge_lora(self, keep: bool = True) -> None:
-        """Add the adapters to the experts' weights; see `GroupedMLP.merge_lora`."""
+        """Add the adapters to the routed experts' weights; later calls do not apply the adapters again.
+
+        keep: store copies of the weights for `unmerge_lora`. For the errors see `GroupedMLP.merge_lora`.
+        """
         self.experts.merge_lora(keep)
 
     def unmerge_lora(self) -> None:
-        """Restore the experts' weights; see `GroupedMLP.unmerge_lora`."""
+        """Restore the routed experts' exact weights from before `merge_lora`; calls apply the adapters again."""
         self.experts.unmerge_lora()
 
     @torch.no_grad()

@@ -106,7 +106,7 @@ class QuantizedLinear(GroupedLinear):
             self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
 
     def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
-        """Return (shape, dtype) of each of `weight_names`' buffers for a weight of shape [E, N, K]."""
+        """Return (shape, dtype) of each buffer for a weight of shape [E, N, K], in the order of `weight_names`."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:

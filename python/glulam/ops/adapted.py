@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 class Adapted(Call):
-    """A call of an operator with adapters.
+    """Base of calls of grouped GEMMs with a LoRA adapter: `low` [T, r] times `low_w` is added to the GEMM's result.
 
     Attributes:
-        weight: name of the argument whose layout low_w has.
-        serves: name of the operator whose kernels, with adapters, compute the call.
+        weight: name of the weight's argument; low_w is laid out like this weight.
+        serves: name of the operator without adapter, such as "grouped_mm", whose kernels with an adapter
+            (`adapted` in their specs) compute the call.
     """
 
     explains = False
@@ -88,7 +89,10 @@ class Adapted(Call):
 
 
 class AdaptedMmCall(Adapted, GroupedMmCall):
-    """A call of adapted_mm: its checks and the width of its result; see `calls.call.Call`."""
+    """A call of adapted_mm: grouped_mm with low low_w_e^T added to y [T, N].
+
+    low_w is [E, N, r], as w; with transpose_w [E, r, N].
+    """
 
     op, serves, weight = "adapted_mm", "grouped_mm", "w"
     tabled = ("w",)
@@ -98,7 +102,10 @@ class AdaptedMmCall(Adapted, GroupedMmCall):
 
 
 class AdaptedGluCall(Adapted, GroupedGluCall):
-    """A call of adapted_glu, which always returns the preactivation."""
+    """A call of adapted_glu: grouped_glu with low low_w_e^T added to the preactivation h, which is always returned.
+
+    low_w is [E, W, r], as w1 [E, W, H], where W is 2I or I; with transpose_w [E, r, W].
+    """
 
     op, serves, weight = "adapted_glu", "grouped_glu", "w1"
     tabled = ("w1",)
@@ -111,7 +118,10 @@ class AdaptedGluCall(Adapted, GroupedGluCall):
 
 
 class AdaptedDgluCall(Adapted, GroupedDgluCall):
-    """A call of adapted_dglu: its checks and the width of its result; see `calls.call.Call`."""
+    """A call of adapted_dglu: grouped_dglu with low low_w_e added to dm [T, I], the gradient of the activation.
+
+    low_w is [E, r, I], as w2 [E, H, I]; with transpose_w [E, I, r].
+    """
 
     op, serves, weight = "adapted_dglu", "grouped_dglu", "w2"
     tabled = ("w2",)

@@ -62,7 +62,7 @@ def partial_sums(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 
 
 class GroupedDgluCall(Call):
-    """A call of grouped_dglu: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
+    """A call of grouped_dglu: a `Call` with the operator's checks, results, kernel arguments and CPU reference."""
 
     op = "grouped_dglu"
     explains = True
@@ -116,7 +116,8 @@ def grouped_dglu(
     result, and are not written.
 
     Args:
-        dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
+            length; on a GPU it is a multiple of 8 elements.
         w2: [E, H, I], or a list of E tensors; contiguous, dy's dtype. H, I and 2I are multiples of 8 on a GPU.
         preact: [T, 2I] for an activation with a gate, else [T, I], as `grouped_glu` returns it; dy's dtype.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.

@@ -31,7 +31,7 @@ def _reference(call: Any, problem: Problem, out: Tensor, preact: Tensor | None =
 
 
 class GroupedGluCall(Call):
-    """A call of grouped_glu: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
+    """A call of grouped_glu: a `Call` with the operator's checks, results, kernel arguments and CPU reference."""
 
     op = "grouped_glu"
     explains = True
@@ -104,7 +104,8 @@ def grouped_glu(
     w1, bias and row_scale; gradients of rows after the last group are zero.
 
     Args:
-        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
+            length; on a GPU it is a multiple of 8 elements.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
             H, I and 2I are multiples of 8 on a GPU. Also a GateUp: two tensors [E, I, H] in place of one with
             glu_layout "concat".
@@ -126,8 +127,8 @@ def grouped_glu(
         return_preact: return h as well.
         transpose_w: compute h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and glu_layout is the order of its
             columns. w1 is not copied.
-        out: buffer for the activation, [T, I] (rows may be padded). None: a new tensor, uninitialised after the last
-            group.
+        out: buffer for the activation, [T, I]; the distance of rows may exceed I. None: a new tensor, uninitialised
+            after the last group.
 
     Returns:
         act [T, I] in x's dtype; with return_preact (act, preact [T, 2I or I]), laid out as w1's rows.

@@ -44,9 +44,8 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMlpCall(Call):
-    """A call of grouped_mlp in 16 bits: the checks of its arguments, and its results and reference; see
-    `calls.call.Call`.
-    """
+    """A call of grouped_mlp in 16 bits: a `Call` with the operator's checks, results, kernel arguments and CPU
+    reference."""
 
     op = "grouped_mlp"
     explains = True
@@ -135,9 +134,9 @@ def grouped_mlp(
     after the last group are zero.
 
     Args:
-        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes that
-            quantise x to MXFP8 also an MXFP8Tensor by rows; the result then has the dtype of `out` or of a bias, or
-            bfloat16.
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
+            length; on a GPU it is a multiple of 8 elements. With recipes that quantise x to MXFP8 also an MXFP8Tensor
+            by rows; the result then has the dtype of `out` or of a bias, or bfloat16.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
             With recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one with glu_layout "concat". Recipes
             that quantise take weights of any 16-bit dtype or float32, and prepare them once for each version of their
@@ -180,7 +179,8 @@ def grouped_mlp(
         lora: adapters, an `ExpertLora`: w1_e + s b1_e a1_e and w2_e + s b2_e a2_e (with the adapters' own s, a and b)
             are multiplied in place of w1_e and w2_e, by additional GEMMs with few columns. Differentiable. Only with
             recipe "bf16" and with the weight-only recipes, without `recompute`. None: no adapters.
-        out: buffer for the result, [T, H] (rows may be padded). None: a new tensor, uninitialised after the last group.
+        out: buffer for the result, [T, H]; the distance of rows may exceed H. None: a new tensor, uninitialised after
+            the last group.
 
     Returns:
         [T, H] in x's dtype; `out` if given.

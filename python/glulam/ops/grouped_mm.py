@@ -29,9 +29,8 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMmCall(Call):
-    """A call of grouped_mm in 16 bits: the checks of its arguments, and its results and reference; see
-    `calls.call.Call`.
-    """
+    """A call of grouped_mm in 16 bits: a `Call` with the operator's checks, results, kernel arguments and CPU
+    reference."""
 
     op = "grouped_mm"
     explains = True
@@ -88,7 +87,8 @@ def grouped_mm(
     w, bias and bias_scale; gradients of rows after the last group are zero.
 
     Args:
-        x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
+            length; on a GPU it is a multiple of 8 elements.
         w: one of the following; K and N are multiples of 8 on a GPU.
             A tensor [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype.
             With transpose_w also a GateUp of two tensors [E, N, K], without bias, rows and gradients: x is [T, 2N] and
@@ -102,7 +102,8 @@ def grouped_mm(
             index out of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
         bias_scale: float32 [T], a factor for the bias of each row. None: 1.
         transpose_w: compute y = x w_e instead: x is [T, N] and the result [T, K].
-        out: buffer for the result, [T, N] (rows may be padded). None: a new tensor, uninitialised after the last group.
+        out: buffer for the result, [T, N]; the distance of rows may exceed N. None: a new tensor, uninitialised after
+            the last group.
 
     Returns:
         [T, N] in x's dtype, computed with float32 accumulation; `out` if given.

@@ -38,7 +38,7 @@ def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> N
 
 
 def _in_mxfp8(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch for dy and x in MXFP8, with blocks along the rows of each group.
+    """Return the temporary memory of a launch for dy and x in MXFP8, with a scale for each 32 rows of a column.
 
     Empty unless the recipe multiplies in MXFP8.
     """
@@ -52,7 +52,7 @@ def _in_mxfp8(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 
 
 class GroupedWgradCall(Call):
-    """A call of grouped_wgrad: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
+    """A call of grouped_wgrad: a `Call` with the operator's checks, results, kernel arguments and CPU reference."""
 
     op = "grouped_wgrad"
     explains = True
@@ -191,8 +191,8 @@ def grouped_wgrad(
     the same inputs give the same bits.
 
     Args:
-        dy, x: [T, N] and [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
-            padded. N and K are multiples of 8 on a GPU.
+        dy, x: [T, N] and [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. The distance of
+            rows may exceed their length; on a GPU it is a multiple of 8 elements, as are N and K.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Their length
             defines E, with which out and mask must agree.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
@@ -201,8 +201,9 @@ def grouped_wgrad(
         out: buffer for the result [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for
             16-bit inputs. For an expert without rows, zeros are written, or nothing if the call adds. None: a new
             tensor.
-        accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype; if experts have many
-            rows, dw_e is rounded to it before the addition, too.
+        accumulate: add dw_e to out[e] instead of overwriting it. The sum is rounded to out's dtype. If out is
+            16-bit, dw_e is rounded before the addition, too: on sm_90 and sm_100 only with 384 rows an expert or more
+            (on average), on other devices always.
         mask: bool [E] on x's device: add where it is True, overwrite elsewhere. Give this or `accumulate`. None:
             `accumulate` decides.
         out_dtype: dtype of a new result: x's dtype, or float32. None: x's dtype.

@@ -67,7 +67,8 @@ def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts
 
     Args:
         recipe: the recipe's name.
-        trained: a weight requires a gradient; see `PreparedWeights.get`.
+        trained: a weight requires a gradient, so a graph that is being captured prepares the weights at every replay;
+            see `PreparedWeights.get`.
     """
     form, get = _form(recipe, "weights"), prepared.PREPARED.get
     return get(form, Parts(w1), trained), get(form, Parts(w2), trained)
@@ -76,11 +77,11 @@ def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts
 def weights_backward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
     """Return w1 and w2, prepared now if necessary, as the kernels of data gradients read them.
 
-    w1 None: dx is not wanted; None is returned for w1.
-
     Args:
         recipe: the recipe's name.
-        trained: a weight requires a gradient; see `PreparedWeights.get`.
+        w1: None: dx is not wanted, and None is returned for w1.
+        trained: a weight requires a gradient, so a graph that is being captured prepares the weights at every replay;
+            see `PreparedWeights.get`.
     """
     form, get = _form(recipe, "gradient_weights"), prepared.PREPARED.get
     return None if w1 is None else get(form, Parts(w1), trained), get(form, Parts(w2), trained)
@@ -130,7 +131,7 @@ def _small_mid(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 
 
 class KeepsPreact(Call):
-    """A forward that also returns the preactivation h.
+    """Base of forward calls that also return the preactivation h.
 
     `is_large`: the activation, in 16 bits, takes more than SMALL_BYTES.
     """
@@ -142,7 +143,11 @@ class KeepsPreact(Call):
 
 
 class PreparesRows(KeepsPreact):
-    """A forward in MXFP8 that also returns h, and quantises x and weights. `trained`: a weight requires a gradient."""
+    """Base of forward calls in MXFP8 that also return the preactivation h, and take x and weights unquantised.
+
+    The launch quantises x, and takes the weights from the cache of prepared weights (`formats.prepared`), which
+    quantises each version of a weight once. `trained`: a weight requires a gradient.
+    """
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
@@ -256,7 +261,11 @@ def _quantised(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 
 
 class PreparesColumns(GradientsCall):
-    """A call for the data gradients in MXFP8 that quantises the weights. `trained`: a weight requires a gradient."""
+    """Base of calls that compute an MLP's data gradients in MXFP8, and take the weights unquantised.
+
+    The launch takes the weights, quantised along their columns, from the cache of prepared weights
+    (`formats.prepared`). `trained`: a weight requires a gradient.
+    """
 
     tabled = ()
     definition = dataclasses.replace(

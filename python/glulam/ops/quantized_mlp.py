@@ -71,19 +71,25 @@ def _result_dtype(*others: Any) -> torch.dtype:
 
 
 def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
-    """Return x as the recipe's kernels read it, in 16 bits or as elements and scales.
+    """Return a call's x as an operator of this recipe passes it on: (a tensor, its scales or None, a dtype or None).
+
+    A tensor x is returned as it is, with None and None: a recipe whose GEMMs read FP8 rows quantises it later. An
+    MXFP8Tensor x is returned as elements and scales if the recipe's GEMMs read rows with scales; otherwise dequantised,
+    without scales.
 
     Args:
         op: the operator, for errors.
         x: a tensor, or an MXFP8Tensor.
         recipe: the call's recipe.
-        others: the argument `dtype` and 16-bit arguments, which determine the result's dtype if x is in MXFP8.
+        others: the argument `dtype` and 16-bit arguments. The first dtype among them is the dtype of the operator's
+            result, and of an x that is dequantised; bfloat16 if there is none. Not used if x is a tensor.
 
     Returns:
-        x, or its elements; its scales, None if kernels read x in 16 bits; the result's dtype, None if it is x's.
+        x or its elements; its scales; the dtype of the operator's result, None if it is the dtype of the first item.
 
     Raises:
-        ValueError, TypeError: the recipe does not take such an x in MXFP8.
+        TypeError: x is an MXFP8Tensor, and the recipe takes 16-bit rows.
+        ValueError: x is an MXFP8Tensor whose blocks lie along columns.
     """
     if not isinstance(x, MXFP8Tensor):
         return x, None, None
@@ -240,7 +246,7 @@ class QuantizedMlpCall(ReadsQuantized):
         cls, recipe: Recipe, x: Any, w1: Any, w2: Any, rows: Any, row_of: Any, transpose_w: Any, dtype: Any, out: Any,
         b1: Any, b2: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return x, its scales, the result's dtype, rows, and the three parts of w1 and of w2.
+        """Return x, its scales, the result's dtype, rows, and elements, scales and global scale of w1, then of w2.
 
         If kernels cannot read rows by index, x is copied in the order of `rows`, and None is returned for rows. A layer
         (with row_of) copies its rows in the call instead.

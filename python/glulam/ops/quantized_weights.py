@@ -169,5 +169,9 @@ class ReadsQuantized(Quantized):
     recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     def prepared(self) -> Any:
-        """Convert weights to the form that kernels read, then prepare the call as for any operator."""
+        """Return this call with every weight as kernels (or the CPU reference) read it, then as `Call.prepared` does.
+
+        A weight in another layout is converted; the cache `formats.prepared` keeps the result for later calls.
+        `Call.prepared` puts address tables in place of lists of experts, and group sizes on the device.
+        """
         return super(ReadsQuantized, with_parts_as_read(self)).prepared()

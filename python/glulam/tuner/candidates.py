@@ -1,7 +1,8 @@
-"""Choose the kernels to measure for a problem: of all valid specs, those with the shortest time in the cost model.
+"""Choose the specs to measure for a problem: the shipped ones, and of all others the fastest in the cost model.
 
-A spec has one tile or two: a grouped_mlp has one for each of its GEMMs, a grouped_dglu may have a second one for the
-data gradient that follows it. Each tile does the work of one or several GEMMs, and a spec's time is the sum.
+A spec has a tile configuration (`TileConfig`) for each GEMM kernel that it launches: a grouped_mlp has two, for FC1 and
+FC2; a grouped_dglu has one, or two if the data gradient follows; a grouped_wgrad has one, which serves the gradients of
+all weights of the problem. A spec's time is the sum of the times of all these GEMMs.
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ class RebasedWeight(Stored):
         return REBASED
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values [E, N, K]: exact in float32 and bfloat16, except values beyond their range."""
+        """Return the weight's values [E, N, K] in `dtype`; magnitudes from 2^128 on become infinite.
+
+        All others are exact in float32 and bfloat16; float16 rounds them and has a smaller range.
+        """
         return values_of(self.data.view(torch.uint8), self.scale.view(torch.uint8)).to(dtype)
 
 

@@ -60,5 +60,8 @@ class MXFP4Tensor(FourBits):
         return cls(blocks.flatten(-2), scales)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values: exact in float32 and bfloat16, except values beyond their range."""
+        """Return the values [..., N, K] in `dtype`; magnitudes from 2^128 on become infinite.
+
+        All others are exact in float32 and bfloat16; float16 rounds them and has a smaller range.
+        """
         return values_of(self.bytes, self.scale.view(torch.uint8)).to(dtype)

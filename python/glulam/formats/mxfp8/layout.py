@@ -36,7 +36,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def outer_and_blocks(rows: int, columns: int, axis: str) -> tuple[int, int]:
-    """Return (outer, blocks), the sizes of the matrix of scales of a matrix [rows, columns]."""
+    """Return (outer, blocks): the lines and the blocks a line of a matrix [rows, columns] quantised along `axis`."""
     return (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
 
 

@@ -63,7 +63,7 @@ def quantize_mxfp8(
     With `offs` and only a row copy, groups may begin at any row; offs[-1] is the end of the rows to quantise.
 
     Args:
-        x: [T, K], bfloat16, float16 or float32; K a multiple of 32. Rows may be padded.
+        x: [T, K], bfloat16, float16 or float32; K a multiple of 32. The distance of rows may exceed K.
         axis: the axis along which a block lies: "row" (along K), "col" (along T) or "both" (a copy of each).
         offs: int32 [E] on x's device, each group's end. Rows after the last group reach no result, and their rows of
             the result are not written. None: all rows of x are one group.

@@ -86,7 +86,7 @@ class MXFP8Tensor(Stored):
         return matrix if self.axis == "row" else matrix.mT
 
     def _scale_bytes(self) -> Tensor:
-        """Return the scales as uint8 [..., outer, blocks]; see `layout` for these names."""
+        """Return the scales as uint8 [..., outer, blocks]: for each line along the quantised axis, a scale a block."""
         scales = self.scale.view(torch.uint8)
         if self.scale_layout == "plain":
             return self._turned(scales)
