@@ -276,7 +276,7 @@ def test_tokens_and_sms_change_no_bits_of_hyper_connections() -> None:
             made[mode].append(logits[:3])
     assert same_bits(*made[True]) and made[True][0].isfinite().all()
     assert not same_bits(*made[False]), "both are cut alike, so that nothing shows"
-    torch.testing.assert_close(made[True][0], made[False][0])
+    torch.testing.assert_close(made[True][0], made[False][0], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.emulator

@@ -202,7 +202,7 @@ def test_an_edit_of_a_formula_reaches_kernels_that_compute_it(
 
 def test_an_edit_of_words_reaches_no_kernel(edited: Callable[..., set[str]]) -> None:
     assert not edited("formulas.py", "from __future__", "# above\nfrom __future__")
-    assert not edited("formulas.py", '"""Return the value and its slopes; ', '"""Return both; ')
+    assert not edited("formulas.py", '"""Return clamped_swiglu and ', '"""Return it and ')
     assert not edited("activation.py", "LOG2_E = ", "# base 2\nLOG2_E = ")
 
 
