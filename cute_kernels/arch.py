@@ -100,18 +100,19 @@ class Reasons(NamedTuple):
 
 
 def of_one_kernel(problem: PolicyProblem) -> Reasons:
-    """Return the reasons of a rule that always chooses the same tile, for any number of rows."""
+    """Return the text why a tile was chosen by a rule that has only this tile, for any number of rows."""
     return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
 
 
 def of_two_tiles(
     problem: PolicyProblem, tile: TileConfig, most_rows: int, few: TileConfig, many: TileConfig
 ) -> Reasons:
-    """Return the reasons of a rule that chooses between two tiles by the average number of rows an expert.
+    """Return the texts why one of two tiles was chosen and the other not, by a rule that compares the average number of
+    rows an expert with a limit.
 
     Args:
         problem: the call.
-        tile: the chosen tile.
+        tile: the chosen tile, `few` or `many`.
         most_rows: the limit of the rule.
         few, many: the tiles for at most `most_rows` rows an expert, and for more.
     """

@@ -154,12 +154,12 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
 
 
 def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
-    """Return the combine step, which runs if `out` is given: out[token] = residual[token] + the sum of the token's
+    """Return the combine step, which runs if a call gives `out`: out[token] = residual[token] + the sum of the token's
     rows.
 
     Args:
-        rows, out: the chain's names of the matrix of rows and of the matrix of the tokens' sums.
-        residual: the name of an address; 0: nothing is added.
+        rows, out: names of the chain's values that are the matrix of rows and the matrix of the tokens' sums.
+        residual: name of the chain's value that is the residual's address; 0, the null address: no residual.
     """
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),

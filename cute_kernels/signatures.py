@@ -90,8 +90,8 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 def _low_of(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
     """Return the further arguments of a GEMM with LoRA adapters (none if the spec is not adapted).
 
-    low: the rows' low-rank projections [T, Q]. low_w: the address of the experts' matrices by which low is multiplied;
-    they are packed and laid out like w.
+    low: [T, Q], with Q the adapters' rank: rows of x (in backward of a gradient) times one of the two matrices of each
+    adapter. low_w: the address of the other matrices, by which low is multiplied; they are packed and laid out like w.
     """
     return ((_tensor("low", "T Q", spec.dtype),), each(ADDRESS, "low_w")) if spec.adapted else ((), ())
 

@@ -135,7 +135,12 @@ class Code:
         return tuple(key for statement in self._statements for key in _rows(statement))
 
     def hash_of_row(self, key: str) -> str:
-        """Return one hash over the row with a key, all definitions that it uses, and its place among all rows."""
+        """Return the hash of one row of the file's tables (dictionary literals), so that a kernel that uses this row
+        keeps its key when only other rows are edited.
+
+        The hash covers the row's value, all definitions that the value uses, directly or through others, and the row's
+        place among all rows. key: the row's key in its dictionary.
+        """
         values = [rows[key] for statement in self._statements if key in (rows := _rows(statement))]
         return sha256([f"{self.row_names().index(key)}", *map(plain, values), *self._texts(self._reached(values))])
 

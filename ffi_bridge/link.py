@@ -124,6 +124,12 @@ def _symbols(library: Path, which: str, machine: host.Host) -> set[str]:
 
 
 def _needs(library: Path, theirs: dict[str, Path], machine: host.Host) -> dict[str, list[str]]:
-    """Return, by distribution name, the undefined symbols of `library` that each of the libraries `theirs` defines."""
+    """Return the names of the symbols that a linked library takes from each run-time library, by distribution name.
+
+    Args:
+        library: the linked library, in which these symbols are undefined.
+        theirs: the run-time libraries, or stubs of them, by distribution name.
+        machine: the kind of CPU that the libraries are for.
+    """
     undefined = _symbols(library, "--undefined-only", machine)
     return {package: sorted(undefined & _symbols(path, "--defined-only", machine)) for package, path in theirs.items()}

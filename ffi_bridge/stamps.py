@@ -25,7 +25,13 @@ FOLDER = "validated"
 
 
 def _file(arch: str, gpu: str, library: str) -> Path:
-    """Return the path of a stamp. `gpu`: the GPU's name; `library`: the library's sha256."""
+    """Return the path of the stamp (the file which says that a library was validated on this machine's GPU).
+
+    Args:
+        arch: the library's architecture.
+        gpu: the GPU's name.
+        library: the library's sha256.
+    """
     digits = hashlib.sha256(f"{gpu}\n{library}".encode()).hexdigest()
     return cache.cache_root() / FOLDER / arch / f"{digits}.stamp"
 

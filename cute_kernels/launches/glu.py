@@ -76,8 +76,8 @@ class GluPreact(Glu):
 
 
 class GluPreactAdapted(Glu):
-    """The launch of a grouped_glu with LoRA adapters, which also stores the preactivation. The GEMM adds low [T, r]
-    times the experts' matrices at `low_w`."""
+    """The launch of a grouped_glu with LoRA adapters of rank r, which also stores the preactivation. The GEMM adds
+    low [T, r] times the experts' matrices, which begin at address `low_w`."""
 
     @cute.jit
     def __call__(

@@ -54,8 +54,8 @@ class MmInHalves(Mm):
 
 
 class MmAdapted(Mm):
-    """The launch of a grouped_mm with LoRA adapters: the GEMM also adds low [T, r] times the experts' matrices at
-    `low_w`."""
+    """The launch of a grouped_mm with LoRA adapters of rank r: the GEMM also adds low [T, r] times the experts'
+    matrices, which begin at address `low_w`."""
 
     @cute.jit
     def __call__(

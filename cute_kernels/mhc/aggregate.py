@@ -1,5 +1,5 @@
-"""The weighted sum of a token's n residual streams, out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and its
-gradients.
+"""The weighted sum of a token's n residual streams of C columns, out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and
+its gradients, for T tokens.
 
 Memory bounds both kernels; a thread handles 16 bytes (a vector) of each of the n streams. Forward spreads all pairs
 (token, vector) evenly over threads, since a token's vectors do not depend on each other. Backward gives a token to a

@@ -5,7 +5,8 @@ streams.
     mix         u = sum over j of pre_j streams'_j;  x = RMS norm of u
     project     p = streams' weight^T, K = n^2 + 2n numbers a token, from which the next coefficients are made
 
-There are T tokens of n streams of D columns.
+There are T tokens of n residual streams of D columns; y and x are [T, D]. post [n], comb [n, n] and pre [n] are a
+token's coefficients, which the boundary gets as inputs.
 
 A CTA has a slice of the columns, 16 (of every stream) for each warp, for a part of the tokens. Token tiles of 16 come
 through a ring of stages in shared memory, filled by asynchronous copies of whole rows of the slice (`slice_tile.py`),
@@ -179,9 +180,11 @@ class Boundary(Invariant):
             stage = stage_after(stage, stages)
 
     def _operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
-        """Return the weight at a lane's columns as MMA operands: a nested list of words by stream, by part (nearest
-        numbers, rests: `split`) and by step of 8 outputs; zeros after the last column. start: the slice's first
-        column."""
+        """Return the projection's weight at a lane's columns as MMA operands; zeros after the last column.
+
+        The result is operands[i][part][step], each two words: stream i; part 0 for the weight's nearest 16-bit numbers,
+        1 for their rests (`split.py`); step of 8 outputs. start: the first column of the CTA's slice.
+        """
         first = start + self.tile.first_column()
         column = cutlass.min(first, width - COLUMNS)
         made: list = [[[], []] for _ in range(self.n)]

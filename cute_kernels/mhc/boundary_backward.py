@@ -1,5 +1,9 @@
 """The backward of a boundary (boundary.py) in one pass over the streams, and over their gradient.
 
+T tokens have n residual streams of D columns; y and d_x are [T, D]. pre [n], post [n] and comb [n, n] are the token's
+coefficients that forward used; streams' are the updated streams, u is their mix, and p = streams'_flat weight^T their
+projection, K = n^2 + 2n numbers a token (streams'_flat: a token's n streams as one row of n D). d_ marks gradients.
+
     streams'_j = post_j y + sum over i of comb_ij streams_i          as forward rounds them
     u = sum over j of pre_j streams'_j                               as forward rounds it
     d_mix = r d_x w - factor u                                       the gradient of u; w is the norm's weight
@@ -79,7 +83,8 @@ class Results(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Addresses and dtypes of the weight [K, n D] and of the norm's weight [D]."""
+    """Addresses and dtypes of the projection's weight [K, n D], K = n^2 + 2n, and of the weight [D] of the mix's
+    norm."""
 
     weight: Int64
     weight_code: Int32
@@ -88,7 +93,8 @@ class Parameters(NamedTuple):
 
 
 class BoundaryBackward(Invariant):
-    """Host function and main kernel of the boundary's backward. Address 0 of a gradient: not given, or not wanted.
+    """Host function and main kernel of the boundary's backward. Address 0 of a gradient: an input that is not given, or
+    a result that is not wanted.
 
     Args:
         workspace: its address; its size is `boundary_backward_shapes.backward_workspace(...).end`.
@@ -209,8 +215,8 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _copy_block(self, stage: cute.Pointer, given: Given, number: Int32):
-        """Start to copy the block that the first kernel stored for token tile `number` (dp, and a record for each
-        token) to a stage."""
+        """Start to copy the block that the first kernel stored for token tile `number` to a stage: dp (the projection's
+        gradient), and a record of float32 numbers for each token."""
         thread, _, _ = cute.arch.thread_idx()
         tile = self.tile
         block, target = given.blocks + Int64(number) * (tile.block_words * 4), stage + tile.arrays * tile.array_words

@@ -3,7 +3,10 @@ before stored, in a fixed order.
 
 Its CTAs are, in this order: one for the gradients of base and scale; one for each fragment of a slice of the weight's
 gradient; one for each slice of the gradient of the norm's weight; the rest for the gradients of the coefficients, with
-a thread for each of a token's K numbers.
+a thread for each of a token's K = n^2 + 2n numbers.
+
+Of n residual streams with D columns each, a slice is a range of the D columns. base and scale are the parameters of the
+gates that make the coefficients comb [n, n], post [n] and pre [n]. The norm is the RMS norm of the mix.
 """
 
 from __future__ import annotations
@@ -140,7 +143,8 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
-        """Store one of the n^2 + 2n elements of a token's gradients of comb, post and pre: the sum over the slices."""
+        """Store one of the n^2 + 2n elements of a token's gradients of comb, post and pre: the sum of what all slices
+        of the columns stored for it."""
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs

@@ -1,8 +1,10 @@
 """Sizes of the boundary's backward, on which the host (workspaces, launch arguments) and the kernels must agree. Plain
 Python: imports no compiler.
 
-T tokens; n residual streams of D columns; K = n^2 + 2n coefficients a token. Sizes are Python integers or the
-compiler's.
+T tokens have n residual streams of D columns and K = n^2 + 2n coefficients each: comb [n, n], post [n] and pre [n]. dp
+is the gradient of the projection p, K numbers a token. The first kernel makes dp and a record for each token
+(`boundary_tokens.py`); the main kernel (`boundary_backward.py`) reads these and the streams. A slice is a range of the
+D columns, a part (of the tokens) a range of token tiles. Sizes are Python integers or the compiler's.
 """
 
 from __future__ import annotations
@@ -17,33 +19,42 @@ TOKENS_OF_A_WARP = 2
 TOKEN_CTAS_PER_SM = 6
 MOST_PARTS = 16
 MOST_TILES = 512
-"""The most token tiles of a part. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their
-values, and more over more tokens."""
+"""The most token tiles in one part of the tokens. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5
+of their values, and more over more tokens."""
 CHOICES = (SliceCta(8, 3), SliceCta(4, 2))
 """Sizes of a CTA, the best first."""
 WARPS_PER_SM = 8
 
 
 def coefficient_floats(n: int) -> int:
-    """Return how many float32 numbers a token's record has: comb, post, pre, r, factor, f (`boundary_tokens.py`), and a
-    padding to whole vectors of 16 bytes."""
+    """Return the number of float32 numbers in a token's record, which the first kernel makes for the main kernel.
+
+    A record has the coefficients comb (n^2 numbers), post (n) and pre (n), the token's r, factor and f
+    (`boundary_tokens.py` has their formulas), and one number of padding, to whole vectors of 16 bytes.
+    """
     return outputs(n) + 4
 
 
 def dp_bytes(n: int) -> int:
-    """Return the bytes of one part (the nearest numbers, or the rests: `split.py`) of a token tile's dp."""
+    """Return the bytes that a token tile's dp takes in one 16-bit number an element.
+
+    dp is stored twice in this way: each element's nearest 16-bit number, and its rest (`split.py`).
+    """
     return TOKEN_TILE * outputs(n) * ITEMSIZE
 
 
 def block_bytes(n: int) -> int:
-    """Return the bytes that the first kernel stores for each token tile: dp in two parts, in blocks of 8 tokens x 8
-    outputs (`dp_blocks.py`), then a record of float32 numbers for each token (`coefficient_floats`)."""
+    """Return the bytes that the first kernel stores for each token tile: dp as nearest numbers and as rests, in blocks
+    of 8 tokens x 8 outputs (`dp_blocks.py`), then a record for each token (`coefficient_floats`)."""
     return 2 * dp_bytes(n) + TOKEN_TILE * coefficient_floats(n) * 4
 
 
 def smem_bytes(n: int, cta: SliceCta) -> int:
-    """Return a CTA's bytes of shared memory: the ring's stages (n streams, n gradients, y and d_x, then the block),
-    the updated streams, and the results on their way to memory (n streams and y)."""
+    """Return a CTA's bytes of shared memory for the main kernel.
+
+    A stage of the ring has n streams, n gradients of the updated streams, y and d_x, then the block of the first
+    kernel. After the stages come the n updated streams, and the results on their way to memory: n d_streams and d_y.
+    """
     return cta.stages * (2 * (n + 1) * cta.array_bytes + block_bytes(n)) + (2 * n + 1) * cta.array_bytes
 
 
@@ -74,14 +85,19 @@ def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> Backwa
 
 
 class BackwardWorkspace(NamedTuple):
-    """Offsets in bytes of the arrays in the workspace of the boundary's backward; K = n^2 + 2n.
+    """Offsets in bytes of the arrays in the workspace of the boundary's backward.
+
+    There are T tokens with K = n^2 + 2n coefficients each. A CTA of the main kernel has one of `slices` slices of the
+    columns and one of `parts` parts of the tokens.
 
     Attributes:
-        blocks: for each token tile `block_bytes` bytes.
-        rows: float32 [token_ctas, 2 K], sums over tokens for the gradients of base and scale.
-        dots: float32 [slices, T, K], each slice's part of the gradients of comb, post and pre.
-        weights: [parts, slices], each CTA's sums for the weight's gradient, as registers hold them.
-        norms: float32 [parts, slices, columns of a slice], each CTA's sums for norm_weight's gradient.
+        blocks: for each token tile the block of `block_bytes` bytes that the first kernel stores.
+        rows: float32 [token_ctas, 2 K], each first-kernel CTA's sums over tokens for the gradients of base and scale,
+            the parameters of the gates.
+        dots: float32 [slices, T, K], for each slice the sums over its columns for the gradients of comb, post and pre.
+        weights: float32 [parts, slices, ...], each CTA's sums over tokens for the weight's gradient, in the order in
+            which registers hold them.
+        norms: float32 [parts, slices, columns of a slice], each CTA's sums over tokens for norm_weight's gradient.
         end: the size of the workspace.
     """
 
@@ -96,7 +112,10 @@ class BackwardWorkspace(NamedTuple):
 def backward_workspace(
     n: int, cta: SliceCta, width: Any, tokens: Any, token_ctas: Any, parts: Any
 ) -> BackwardWorkspace:  # fmt: skip
-    """Return the offsets of the workspace's arrays, and its size. Every array begins at a multiple of 16 bytes."""
+    """Return the offsets of the workspace's arrays, and its size. Every array begins at a multiple of 16 bytes.
+
+    width: D. token_ctas, parts: see `BackwardCut`.
+    """
     slices = slices_of(cta, width)
     rows = tiles_of(tokens) * block_bytes(n)
     dots = rows + token_ctas * (2 * outputs(n) * 4)

@@ -1,4 +1,10 @@
-"""The column-by-column part of the boundary's backward: the first step of a tile, see boundary_backward.py."""
+"""The first step of a token tile in the boundary's backward: all that is computed column by column.
+
+`boundary_backward.py` has the formulas. Of n residual streams with D columns, a warp has WARP_COLUMNS columns of each.
+d_updated is the given gradient of the updated streams and d' their whole gradient; d_mix is the gradient of the mix u
+of the updated streams; dp is the gradient of the projection, which has K = n^2 + 2n outputs. pre [n], post [n] and
+comb [n, n] are a token's coefficients.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +28,11 @@ PARTS = 2
 
 
 class ColumnWeights(NamedTuple):
-    """A lane's parameters of a slice.
+    """A lane's parameters, at its columns of the CTA's slice of the columns.
 
     Attributes:
-        operands: the weight (`BoundaryColumns.operands`).
-        norm: the norm's weight at the lane's columns.
+        operands: the projection's weight as MMA operands (`BoundaryColumns.operands`).
+        norm: the weight of the mix's RMS norm.
     """
 
     operands: list
@@ -47,8 +53,17 @@ class BoundaryColumns(Invariant):
         self.steps = outputs(tile.n) // 8
 
     def operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
-        """Return the weight at a warp's columns as MMA operands: a nested list of words by stream, pair of columns,
-        part (nearest numbers, rests: `split.py`), and step of 8 outputs. start: the slice's first column."""
+        """Return the projection's weight at a warp's columns as right operands of MMAs, in registers.
+
+        Args:
+            weight, code: the address of the weight [K, n D], and its dtype.
+            start: the first column of the CTA's slice.
+            width: D.
+
+        Returns:
+            Words words[i][j][part][step]: stream i; pair j (0 or 1) of a lane's columns, see the class; part 0 for the
+            weight's nearest 16-bit numbers, 1 for their rests (`split.py`); outputs 8 step to 8 step + 7.
+        """
         lane = cute.arch.lane_idx()
         first = start + self.tile.warp() * WARP_COLUMNS + lane // 8 * COLUMNS
         column = cutlass.min(first, width - COLUMNS)
@@ -64,20 +79,25 @@ class BoundaryColumns(Invariant):
     def compute(
         self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights, of_norm: cute.Tensor
     ):  # fmt: skip
-        """Compute the warp's columns of a token tile (step 1 in boundary_backward.py).
+        """Compute the updated streams, d_streams and d_y at the warp's columns of a token tile.
 
-        Write the updated streams to the arrays at `made`, and d_streams and d_y to the arrays at `out`. In the stage,
-        replace d_updated by d', and d_x by d_mix.
+        In the stage, replace d_updated (the given gradient of the updated streams) by d' (their whole gradient), and
+        d_x by d_mix (the gradient of the mix u), of which the next step makes sums.
 
-        of_norm: the lane's sums for the gradient of the norm's weight, to which the tile's are added.
+        Args:
+            stage: the tile's arrays in shared memory (`BoundaryTile`).
+            made: arrays in shared memory to which the updated streams are written.
+            out: arrays in shared memory to which d_streams and d_y are written.
+            weights: the lane's parameters.
+            of_norm: the lane's sums over tokens for the gradient of the norm's weight; the tile's are added.
         """
         products = self._products(stage, weights.operands)
         for half in cutlass.range_constexpr(2):
             self._half(stage, made, out, weights, of_norm, products, half)
 
     def _products(self, stage: cute.Pointer, operands: list) -> list:
-        """Return the product dp weight, a term of d', at the warp's columns: for each stream and pair of columns the 4
-        registers of an MMA."""
+        """Return the product of dp (the projection's gradient) and the weight, a term of d', at the warp's columns: for
+        each stream and pair of columns the 4 registers of an MMA."""
         tile = self.tile
         blocks = stage + tile.arrays * tile.array_words
         left = [dp_words(blocks, self.dtype, self.steps, False, part) for part in range(PARTS)]
@@ -147,7 +167,10 @@ class BoundaryColumns(Invariant):
         return found
 
     def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
-        """Write the sum over j of totals[j] factors[j], rounded, to an array of results at `offset`."""
+        """Write a lane's columns of d_streams_i or d_y, rounded, to an array of results at `offset`.
+
+        They are the sum over streams j of totals[j] (d'_j) times factors[j] (comb_ij, or post_j for d_y).
+        """
         values = cute.make_rmem_tensor(COLUMNS, Float32)
         values.store(totals[0] * factors[0])
         for total, factor in zip(totals[1:], factors[1:], strict=True):

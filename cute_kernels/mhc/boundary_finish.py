@@ -1,6 +1,10 @@
 """The second kernel of a boundary's forward (boundary.py): adds the slices' partial sums, makes the coefficients (norm,
 gates, Sinkhorn), and turns u into x by its RMS norm.
 
+A slice is a range of the streams' D columns, for which a CTA of the first kernel stored sums. p is the projection of a
+token's n streams, K = n^2 + 2n numbers, from which the coefficients pre [n], post [n] and comb [n, n] are made; u is
+the mix of the streams, [T, D].
+
 Each CTA handles one token. Each of its warps adds the sums of some slices, in a fixed order. The first warp makes the
 coefficients, all warps scale u.
 """

@@ -1,5 +1,11 @@
 """Sizes of the boundary's kernels, on which the host (workspaces, launch arguments) and the kernels must agree. Plain
-Python: imports no compiler."""
+Python: imports no compiler.
+
+T tokens have n residual streams of D columns each. From a sublayer's output y [T, D] a boundary (boundary.py) makes the
+updated streams, their mix u [T, D], and their projection p with K = n^2 + 2n numbers a token. comb [n, n], post [n] and
+pre [n] are a token's coefficients of the update and the mix. A slice is a range of the D columns, a part (of the
+tokens) a range of token tiles; each pair of a slice and a part has a CTA.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ columns would take 192 registers a lane, forward's second kernel has too few lan
 for the 64 elements of comb, and backward multiplies two tokens' rows, eight in all, by each other."""
 WARP_COLUMNS = 16
 """Columns (of each stream) of a warp. With n = 4 streams, the weight at these columns takes 48 registers a lane; in
-backward the sums for its gradient, K numbers for each column, take as many."""
+backward the sums for the weight's gradient, K = n^2 + 2n numbers for each column, take as many."""
 ITEMSIZE = 2
 CTA_TILES = 2
 """Time that a CTA takes to load the weight and to fill its ring, in units of the time of one token tile."""
@@ -25,8 +31,8 @@ SCALE_COLUMNS, WIDE_COLUMNS = 32, 128
 times."""
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 STATS = 2
-"""Numbers of a token that forward keeps for backward besides p: the root mean square of the updated streams, and the
-factor of u's norm, 1 / sqrt(mean u^2 + norm_eps)."""
+"""Numbers of a token that forward keeps for backward besides the projection p: the root mean square of the updated
+streams, and the factor of the mix's norm, 1 / sqrt(mean u^2 + norm_eps)."""
 
 
 class SliceCta(NamedTuple):
@@ -57,12 +63,15 @@ def first_that_fits(choices: tuple[SliceCta, ...], bytes_of: Callable[[SliceCta]
 
 
 def slices_of(cta: SliceCta, width: Any) -> Any:
-    """Return the number of slices of D columns. width: D."""
+    """Return the number of slices, of at most `cta.columns` columns, into which a stream's D columns are divided.
+
+    width: D.
+    """
     return (width + cta.columns - 1) // cta.columns
 
 
 def tiles_of(tokens: Any) -> Any:
-    """Return the number of token tiles of T tokens."""
+    """Return the number of token tiles (of at most TOKEN_TILE tokens) of T tokens. tokens: T."""
     return (tokens + TOKEN_TILE - 1) // TOKEN_TILE
 
 
@@ -70,8 +79,13 @@ def parts_of(slices: int, tiles: int, slots: int, least: int, most: int) -> int:
     """Return the number of parts, from `least` to `most`, into which to cut the token tiles so that the kernel takes
     the least time: the number of waves of CTAs, times (tiles of a part + CTA_TILES).
 
-    Every slice of every part has a CTA. All slices of a part run at about the same time, so that neighbouring columns
-    reach memory together. slots: CTAs that run at a time on the GPU.
+    There is a CTA for each slice of the columns of each part of the tokens. All slices of a part run at about the same
+    time, so that neighbouring columns reach memory together.
+
+    Args:
+        slices: number of slices of the columns.
+        tiles: number of token tiles.
+        slots: CTAs that run at a time on the GPU.
     """
     times = {
         parts: -(-slices * parts // slots) * (-(-tiles // parts) + CTA_TILES)
@@ -83,7 +97,8 @@ def parts_of(slices: int, tiles: int, slots: int, least: int, most: int) -> int:
 def coefficient_floats(n: int) -> int:
     """Return the distance, in float32 numbers, from one token's coefficients to the next token's in shared memory.
 
-    These are comb, post and pre, and 16 bytes of padding, with which the 16-byte reads of 8 tokens use all banks.
+    A token has comb (n^2 numbers), post (n) and pre (n), and 16 bytes of padding, with which the 16-byte reads of 8
+    tokens use all banks.
     """
     return n * n + 2 * n + 4
 
@@ -98,8 +113,8 @@ def tile_sums(n: int) -> int:
 
 
 def smem_bytes(n: int, cta: SliceCta) -> int:
-    """Return a CTA's bytes of shared memory: the ring's stages (n streams, y and the coefficients), then each warp's
-    sums."""
+    """Return a forward CTA's bytes of shared memory: the ring's stages (a token tile's n streams, sublayer output y and
+    coefficients), then each warp's sums over its columns."""
     stage = (n + 1) * cta.array_bytes + TOKEN_TILE * coefficient_floats(n) * 4
     return cta.stages * stage + cta.warps * tile_sums(n) * 4
 
@@ -121,12 +136,12 @@ def cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> int:
 
 
 def mix_place(n: int, slices: Any, tokens: Any) -> Any:
-    """Return where the mix u begins in the workspace, after the slices' sums: in float32 elements, a multiple of 4 (16
-    bytes). slices and tokens are Python integers or the compiler's."""
+    """Return where the mix u begins in forward's workspace, in float32 elements: after the sums of all slices, at a
+    multiple of 4 (16 bytes). slices and tokens (T) are Python integers or the compiler's."""
     return slices * tiles_of(tokens) * tile_sums(n)
 
 
 def workspace(n: int, slices: int, tokens: int, mix_columns: int = 0) -> int:
-    """Return the workspace of the forward in float32 elements: for each slice and token tile its sums (`tile_sums`),
-    then `mix_columns` columns of u in 16 bits."""
+    """Return the size of forward's workspace in float32 elements: for each slice and token tile its sums (`tile_sums`),
+    then `mix_columns` columns of the mix u in 16 bits."""
     return mix_place(n, slices, tokens) + tokens * mix_columns // 2

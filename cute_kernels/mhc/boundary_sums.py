@@ -1,4 +1,9 @@
-"""Sums of the boundary's backward: the second step of a tile, see boundary_backward.py."""
+"""The second step of a token tile in the boundary's backward: the sums over columns and over tokens, on tensor cores.
+
+`boundary_backward.py` has the formulas. streams' are the n updated streams, d' their gradients, d_mix the gradient of
+their mix, and dp the gradient of their projection, K = n^2 + 2n outputs a token. A CTA has a slice (a range) of the
+columns, for a part of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +72,8 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def add(self, stage: cute.Pointer, made: cute.Pointer, sums: cute.Tensor):
-        """Add a tile's part of the weight's gradient at the warp's columns, dp^T times the updated streams summed over
-        the tile's tokens, to `sums`."""
+        """Add the token tile's contribution to the weight's gradient at the warp's columns to `sums`: dp^T times the
+        updated streams, summed over the tile's tokens. dp is the projection's gradient."""
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         blocks = stage + tile.arrays * tile.array_words
         right = [dp_words(blocks, self.dtype, self.steps, True, part) for part in range(2)]
@@ -95,8 +100,12 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def _dots(self, stage: cute.Pointer, made: cute.Pointer, first: Int32) -> tuple:
-        """Return the dot products of the rows of tokens `first` and `first` + 1 of a tile, in the order in which MMAs
-        leave them: streams and y by d', and updated streams by d_mix."""
+        """Return the dot products over a slice's columns for tokens `first` and `first` + 1 of a tile, as two MMA
+        results.
+
+        The first result has the tokens' streams and y times d' (the gradients of the updated streams); the second has
+        their updated streams times d_mix (the gradient of the mix).
+        """
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         row, matrix = lane % 8, lane // 8
         token, stream = first + row // self.n, row % self.n
@@ -126,8 +135,8 @@ class BoundarySums(Invariant):
     def _store(
         self, dots: Int64, index: Int32, first: Int32, tokens: Int32, of_update: cute.Tensor, of_mix: cute.Tensor
     ):  # fmt: skip
-        """Store the elements of `_dots`' results that multiply a token's rows by its own rows: K numbers a token, for
-        the gradients of comb, post and pre."""
+        """Store the elements of `_dots`' results that multiply a token's rows by its own rows: n^2 + 2n numbers a
+        token, for the gradients of comb, post and pre."""
         lane, n = cute.arch.lane_idx(), self.n
         row, column = lane // 4, lane % 4 * 2
         token = first + row // n

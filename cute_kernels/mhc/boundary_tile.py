@@ -1,6 +1,7 @@
 """The arrays of a stage of the boundary's backward (`slice_tile.py`): the n streams, the n gradients of the updated
-streams, y and d_x. After these lies the tile's block (`boundary_backward_shapes.block_bytes`). The kernel overwrites
-the gradients of the updated streams with their totals, and d_x with the gradient of the mix.
+streams, y (the sublayer's output) and d_x (the gradient of the next sublayer's input). After these lies the tile's
+block (`boundary_backward_shapes.block_bytes`). The kernel overwrites the gradients of the updated streams with their
+totals, and d_x with the gradient of the mix.
 """
 
 from __future__ import annotations

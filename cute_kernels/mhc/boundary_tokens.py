@@ -1,6 +1,10 @@
 """The first kernel of the boundary's backward (boundary_backward.py): makes the numbers of each token that the main
 kernel needs for all of the token's columns.
 
+T tokens have n residual streams of D columns, coefficients pre [n], post [n] and comb [n, n], and a projection p of
+K = n^2 + 2n numbers. streams' are the updated streams, u is their mix, x the norm of u with weight w; rms is the root
+mean square of streams'_flat (a token's n updated streams as one row), and r the factor of u's norm.
+
     dz      the gradient of the gates' arguments, from the gradients of the new pre, post and comb, back through
             sigmoids and Sinkhorn's iterations
     dp      = dz scale / rms, the gradient of p = streams'_flat weight^T
@@ -80,9 +84,9 @@ class LaneGates(NamedTuple):
 
 
 class BoundaryTokens(Invariant):
-    """First kernel of the boundary's backward: makes each token's dp, f and factor (boundary_backward.py).
+    """First kernel of the boundary's backward: makes each token's dp, f and factor (formulas at the top of this file).
 
-    It also makes sums over tokens for the gradients of base and scale.
+    It also makes sums over tokens for the gradients of base and scale, the parameters of the gates.
 
     blocks, rows: the addresses of the results (`boundary_backward_shapes.BackwardWorkspace`).
     """
@@ -224,8 +228,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_dp(self, blocks: Int64, token: Int32, values: cute.Tensor):
-        """Store the lane's elements of dp (one of comb's outputs, one of pre's or post's) in the block of the token's
-        tile, each as nearest number and rest."""
+        """Store the lane's two elements of dp (one of comb's outputs, one of pre's or post's) in the block of the
+        token's tile, each as two 16-bit numbers: the nearest, and the rest (`split.py`)."""
         row, block, element = token % TOKEN_TILE, self._block(blocks, token), self._element()
         parts = split(values, self.dtype)
         for part in cutlass.range_constexpr(2):

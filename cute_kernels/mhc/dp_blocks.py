@@ -1,9 +1,9 @@
 """dp, the gradient of the projection p = x weight^T, as it lies in shared memory in the backward of 16-bit streams.
 
-dp [16 tokens, K outputs] of a token tile is float32, split into two 16-bit parts (`split.py`): each number's nearest
-16-bit number, and the rest, which is what the nearest number lacks. A part lies in blocks of 8 tokens x 8 outputs; the
-block of tokens 8 .. 15 follows the block of tokens 0 .. 7 of the same outputs. All blocks of the rests follow all
-blocks of the nearest numbers.
+A token has n residual streams, and K = n^2 + 2n outputs in p. dp [16 tokens, K outputs] of a token tile is float32,
+split into two 16-bit parts (`split.py`): each number's nearest 16-bit number, and the rest, which is what the nearest
+number lacks. A part lies in blocks of 8 tokens x 8 outputs; the block of tokens 8 .. 15 follows the block of tokens 0
+.. 7 of the same outputs. All blocks of the rests follow all blocks of the nearest numbers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The backward of the gates (gates.py): makes the gradient dp of p = x weight^T and, for each token, the factor f of
-the term f x that the RMS norm adds to the gradient of x."""
+the term f x that the RMS norm adds to the gradient of x.
+
+x [T, n C] are T tokens' n residual streams of C columns; p has K = n^2 + 2n outputs a token.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,8 @@ class GatesBackward(Invariant):
 
         Args:
             places: the addresses of products, pairs, norms and sums.
-            parts: how many numbers represent an element of dp in blocks, 1 or 2 (`split.py`).
+            parts: for 16-bit streams, how many numbers represent an element of dp: 1, or 2 (the nearest number and the
+                rest, `split.py`).
             columns: number of columns of x: n streams times their columns.
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -222,8 +226,11 @@ class GatesBackward(Invariant):
     def _leave(
         self, products: Int64, pairs: Int64, norms: Int64, parts: Int32, index: Int32, d: cute.Tensor, norm: Float32
     ):  # fmt: skip
-        """Store a batch's gradients of p (`d`) and its tokens' factors of x (`norm`). For 16-bit streams the factors
-        lie after the blocks of their token tile, for float32 ones in an array of all tokens (norms)."""
+        """Store a batch's gradients of p (`d`) and its tokens' factors f of x (`norm`) in the workspace.
+
+        For 16-bit streams the factors lie after the blocks of their token tile, for float32 streams in the array norms
+        of all tokens.
+        """
         lane, token = cute.arch.lane_idx(), index * GATE_BATCH
         block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n, parts)
         part_bytes = TOKEN_TILE * self.outputs * 2

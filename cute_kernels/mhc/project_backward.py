@@ -1,8 +1,9 @@
 """The projection's backward, in one read of x: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-dp is the gradient of p = x weight^T, and f a factor for each token that comes from the norm; gates_backward.py makes
-both. The kernel here is for float32 streams, which it multiplies in TF32; project_tiles.py has the one for 16-bit
-streams.
+x [T, n C] are T tokens' n residual streams of C columns. dp is the gradient of p = x weight^T, which has K = n^2 + 2n
+outputs a token, and f a factor for each token that comes from the norm of x; gates_backward.py makes both. The addends
+are further terms of d_x (`Streams`). The kernel here is for float32 streams, which it multiplies in TF32;
+project_tiles.py has the one for 16-bit streams.
 
 A warp has the same columns for all of its tokens: 8 groups of 4 lanes, with 4 columns each. Of these columns the
 weight's rows are MMA operands that never change, and d_weight's sums stay in registers. For each tile of 16 tokens a
@@ -288,7 +289,7 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a token tile: add its part of d_weight to `sums`, and store its d_x.
+        """Process a token tile: add its contribution to d_weight to `sums`, and store its d_x.
 
         All loads come first, since the compiler cannot move a load before a store.
         """
@@ -317,8 +318,8 @@ class VectorGradients(Invariant):
                         run_at(self.dtype, streams.d_x, first, self.columns).store(values.load().to(self.dtype))
 
     def _pairs(self, products: Products, tile: Int32, chunk: int) -> list:
-        """Return dp as the right operand of d_weight's product for the 8 outputs of `chunk`: words of the pairs of
-        tokens that begin at 2t and 2t + 8."""
+        """Return dp (the gradient of p) as the right operand of d_weight's product for the 8 outputs of `chunk`: words
+        of the pairs of tokens that begin at 2t and 2t + 8, with t = lane % 4."""
         lane = cute.arch.lane_idx()
         rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
         values = [
@@ -327,8 +328,8 @@ class VectorGradients(Invariant):
         return [self._parts(_registers([pair[0], pair[1]])) for pair in values]
 
     def _rows(self, products: Products, tile: Int32, half: int) -> list:
-        """Return dp as the right operand of d_x's product, for one half (8) of the tile's tokens: words for each 8
-        outputs."""
+        """Return dp (the gradient of p) as the right operand of d_x's product, for one half (8) of the tile's tokens:
+        words for each 8 outputs."""
         lane = cute.arch.lane_idx()
         row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
         made = []
@@ -356,7 +357,8 @@ class VectorGradients(Invariant):
         return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
 
     def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
-        """Add x^T dp over the tile's tokens to `sums`, in two steps of 8 tokens."""
+        """Add x^T dp, the tile's contribution to d_weight (dp: the gradient of p), to `sums`, in two steps of 8
+        tokens."""
         mma = WarpMma(self.dtype)
         for chunk in range(self.outputs // 8):
             near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
@@ -374,7 +376,8 @@ class VectorGradients(Invariant):
                     sums[None, chunk, i].store(sums[None, chunk, i].load() + target.load())
 
     def _product(self, fixed: list, rows: list) -> cute.Tensor:
-        """Return dp weight at a lane's columns for 8 tokens, transposed, as MMA results [4, columns / 2]."""
+        """Return the product dp weight, a term of d_x, at a lane's columns for 8 tokens, transposed: MMA results
+        [4, columns / 2]. dp is the gradient of p."""
         mma = WarpMma(self.dtype, half=True)
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
@@ -392,7 +395,7 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
-        """Store the sums for d_weight of this part of the tokens in the workspace."""
+        """Store the warp's sums for d_weight, over the CTA's part of the tokens, in the workspace."""
         for chunk in cutlass.range_constexpr(self.outputs // 8):
             for one in cutlass.range_constexpr(2):
                 row = Int64(part) * self.outputs + chunk * 8 + cute.arch.lane_idx() % 4 * 2 + one
@@ -415,7 +418,9 @@ def _at(early: list, index: int, read: Callable, *arguments):
 
 
 class PartSums(Invariant):
-    """Kernel for out[i] = sum over parts p of partials[p, i], in order, with four elements a thread.
+    """Kernel that makes d_weight: out[i] = the sum of partials[part, i] over the parts of the tokens, in order.
+
+    Each thread has four elements.
 
     One more CTA, the last, adds the gates' sums (`GateSums`) at the same time.
     """

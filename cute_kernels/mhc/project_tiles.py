@@ -1,7 +1,8 @@
 """The projection's backward for 16-bit streams, in one read of x: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-dp is the gradient of p = x weight^T, and f a factor for each token that comes from the norm; gates_backward.py makes
-both.
+x [T, n C] are T tokens' n residual streams of C columns. dp is the gradient of p = x weight^T, which has K = n^2 + 2n
+outputs a token, and f a factor for each token that comes from the norm of x; gates_backward.py makes both. The addends
+are further terms of d_x (`Streams`).
 
 A warp has the same 8 vectors of columns (4 for n = 8) for all of its tokens. Their part of the weight stays in
 registers as an MMA operand, and so do d_weight's sums. Tiles of 16 tokens come through a ring in shared memory that is
@@ -84,7 +85,8 @@ class TileGradients(Invariant):
 
     Args:
         addends: True: d_x also gets the addends of `Streams`.
-        is_exact: True: the weight is float32; then weight and dp have two parts each (`split.py`).
+        is_exact: True: the weight is float32; then each element of the weight and of dp is split into two 16-bit
+            numbers (`split.py`).
     """
 
     # True: a CTA's warps begin each tile together. Then their lines of x and d_x, which are neighbours, reach DRAM
@@ -257,7 +259,8 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
-        """Start to copy a token tile's dp, and each token's factor f of the norm's term f x in d_x, to a stage."""
+        """Start to copy a token tile's dp (the gradient of p), and each token's factor f of the norm's term f x in d_x,
+        to a stage."""
         often = AsyncCopy(WORDS, is_shared=True)
         source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
         for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):
@@ -270,8 +273,9 @@ class TileGradients(Invariant):
         """Return the weight at a warp's columns as MMA operands.
 
         Returns:
-            Words, nested by group of 4 vectors, pair j of elements, part (`split.py`) and step of 8 outputs. In the
-            product for pair j, column g (the lane's) is element 2 j + g % 2 of the group's vector g / 2.
+            Words, nested by group of 4 vectors, pair j of elements, part (0: the weight's nearest 16-bit numbers, 1:
+            their rests, `split.py`) and step of 8 outputs. In the product for pair j, column g (the lane's) is element
+            2 j + g % 2 of the group's vector g / 2.
         """
         lane = cute.arch.lane_idx()
         made: list = [[[[] for _ in range(self.parts)] for _ in range(4)] for _ in range(self.groups)]

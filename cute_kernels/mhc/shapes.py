@@ -1,7 +1,9 @@
 """Sizes of the hyper-connection kernels, on which the host (workspaces, launch arguments) and the kernels must agree.
 Plain Python: imports no compiler.
 
-T tokens; n residual streams of C columns; K = n^2 + 2n outputs of the projection; itemsize: bytes of an element of the
+x [T, n C] are T tokens' n residual streams of C columns each. The projection is p = x weight^T, with K = n^2 + 2n
+outputs a token. dp is the gradient of p, and f a token's factor: the RMS norm of x adds f x to d_x, the gradient of x.
+A slice is a range of x's columns, a part (of the tokens) a range of token tiles. itemsize: bytes of an element of the
 streams.
 """
 
@@ -36,8 +38,8 @@ SPREAD_WARPS = 4
 SPREAD_CTAS_PER_SM = 3
 MAX_SPLITS = 16
 MOST_EXACT_TOKENS = 8192
-"""The most tokens of a part (`spread_splits`) with a float32 weight. Tensor cores truncate their sums: over 4681 tokens
-the sums lose 1e-5 of their values, and more over more tokens."""
+"""The most tokens in one part of the tokens (`spread_splits`) with a float32 weight. Tensor cores truncate their sums:
+over 4681 tokens the sums lose 1e-5 of their values, and more over more tokens."""
 
 
 class ProjectCta(NamedTuple):
@@ -45,7 +47,7 @@ class ProjectCta(NamedTuple):
 
     Attributes:
         warps: number of warps.
-        smem: bytes of shared memory: a ring of stages of x for each warp, then a slice of the weight.
+        smem: bytes of shared memory: a ring of stages of x for each warp, then a slice of the weight's columns.
         step_bytes: bytes of each token of a tile that a warp reads at a time.
     """
 
@@ -141,8 +143,8 @@ def exact_slices(
 
 
 def project_workspace(n: int, slices: int, tokens: int) -> int:
-    """Return the projection's workspace in float32 elements: for each slice and token, n^2 + 2n sums of products and a
-    sum of squares."""
+    """Return the size of the projection's workspace in float32 elements: for each slice of x's columns and each token,
+    n^2 + 2n sums of products and a sum of squares."""
     return slices * tokens * (outputs(n) + 1)
 
 
@@ -159,18 +161,21 @@ def row_vectors(n: int) -> int:
 
 
 def block_bytes(n: int, parts: Any) -> Any:
-    """Return the bytes that the backward of 16-bit streams reads of a token tile besides x.
+    """Return the bytes that the projection's backward of 16-bit streams reads of a token tile besides x.
 
-    First comes dp in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16 tokens for the same outputs are
-    neighbours. If `parts` is 2, the blocks of dp's rests (`split.py`) follow. Last comes a float32 factor f for each
-    token, whose f x is a term of d_x.
+    First comes dp, the gradient of p = x weight^T, in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16
+    tokens for the same outputs are neighbours. Last comes a float32 factor f for each token, whose f x is a term of
+    d_x, the gradient of x.
+
+    parts: numbers that represent an element of dp: 1, or 2 with a float32 weight; then the blocks of dp's rests
+        (`split.py`) follow the blocks of dp's nearest numbers.
     """
     return TOKEN_TILE * (2 * outputs(n) * parts + 4)
 
 
 def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
-    """Return the number of CTAs of the projection's backward that share a token's columns. width: C, a Python integer
-    or the compiler's."""
+    """Return the number of CTAs of the projection's backward that share a token's n C columns. width: C (columns of one
+    stream), a Python integer or the compiler's."""
     columns = 8 * thread_columns(n, itemsize)
     return ((width + columns - 1) // columns * n + SPREAD_WARPS - 1) // SPREAD_WARPS
 
@@ -195,18 +200,22 @@ def gate_ctas(tokens: int, num_sms: int) -> int:
 
 
 class BackwardWorkspace(NamedTuple):
-    """Offsets in bytes of the arrays in the workspace of the projection's backward; K = n^2 + 2n.
+    """Offsets in bytes of the arrays in the workspace of the projection's backward.
 
-    T is rounded up to whole token tiles.
+    The projection is p = x weight^T: x [T, n C] are T tokens' n residual streams of C columns, p is [T, K] with
+    K = n^2 + 2n. Here T is rounded up to whole token tiles.
 
-    For 16-bit streams, blocks (`block_bytes`) at `products` take the place of products, pairs and norms.
+    The arrays products, pairs and norms are for float32 streams. For 16-bit streams, one block for each token tile
+    (`block_bytes`) has their content; the blocks begin at `products`.
 
     Attributes:
-        products: dp, the gradient of p = x weight^T, [T, K] in the streams' dtype.
+        products: dp, the gradient of p, [T, K] in the streams' dtype.
         pairs: dp as [T / 2, K, 2], an output's values for two tokens side by side.
-        norms: float32 [T], the factor f of the term f x in d_x.
-        sums: float32 [gate CTAs, 2 K], sums over tokens for the gradients of the bias and the alphas.
-        weights: float32, each part's sums for d_weight: [parts, K, n C], or for 16-bit streams as in `tile_sums.py`.
+        norms: float32 [T], each token's factor f: the RMS norm of x adds f x to d_x, the gradient of x.
+        sums: float32 [CTAs, 2 K], for each CTA of the gates' backward its sums over tokens for the gradients of the
+            gates' bias and alphas (gates.py).
+        weights: float32, the sums for d_weight over each part of the tokens (`spread_splits`): [parts, K, n C], or for
+            16-bit streams in the order of `tile_sums.py`.
         end: the size of the workspace.
     """
 
@@ -224,9 +233,9 @@ def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any
     Every array begins at a multiple of 16 bytes. Sizes are Python integers or the compiler's.
 
     Args:
-        width: C.
-        ctas: CTAs of the gates' backward (`gate_ctas`).
-        splits: parts of the tokens (`spread_splits`).
+        width: C, columns of one stream.
+        ctas: number of CTAs of the gates' backward (`gate_ctas`).
+        splits: number of parts into which the tokens are divided (`spread_splits`).
     """
     rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * TOKEN_TILE
     pairs = rows * (outputs(n) * itemsize)

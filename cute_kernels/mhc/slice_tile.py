@@ -1,6 +1,7 @@
 """A token tile's columns of several arrays in shared memory, as the boundary's kernels copy, read and write them.
 
-An array holds 16 tokens of a slice of the columns, 16 columns for each warp of the CTA. Arrays of streams come first.
+An array holds 16 tokens of one stream (of n residual streams, D columns each), of a stream's gradient, or of a matrix
+[T, D]. It has a slice of the D columns: 16 columns for each warp of the CTA. Arrays of streams come first.
 
 A row's vectors of 16 bytes lie in an order that depends on the row and on the stream. With it copies of whole rows,
 accesses of 8 bytes (four rows, two neighbouring vectors each), and 8 x 8 matrices of one vector of 8 tokens, or of two

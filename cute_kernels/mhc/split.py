@@ -54,12 +54,13 @@ def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
 
 
 def append_pairs(operands: list, low: cute.Tensor, high: cute.Tensor, dtype: type[cutlass.Numeric]) -> None:
-    """Append a lane's operand words of one step (8 outputs) of a fixed matrix, made from two of its rows.
+    """Append a lane's MMA operand words for one step (8 outputs) of the weight, made from two weight rows.
 
     Args:
-        operands: lists of words by pair j of columns, and by part; with one part, only the nearest numbers are
-            appended.
-        low, high: the same columns of the two rows, two for each pair.
+        operands: lists of words by pair j of columns, then by part of the split: nearest numbers, rests. With one
+            part, only the nearest numbers are appended.
+        low, high: the lane's elements of the first and of the second weight row, in the same columns; two for each
+            pair.
         dtype: the dtype of the operands.
     """
     for j, parts in enumerate(operands):

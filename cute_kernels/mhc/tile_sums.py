@@ -1,5 +1,6 @@
 """Sums for d_weight: from the sums that warps of the projection's backward hold in registers, each over a part of the
-tokens, to d_weight [K, n C].
+tokens, to d_weight [K, n C], the gradient of the projection's weight for n residual streams of C columns, with
+K = n^2 + 2n outputs.
 
 A warp's sums are `count` fragments, 4 registers a lane, in the order in which an MMA leaves them. The workspace has
 them in the same order, 16 bytes a thread; in the order of d_weight they would be stored 32 bytes at a time. A second

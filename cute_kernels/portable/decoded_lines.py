@@ -70,7 +70,8 @@ class DecodedAcross(Operand):
         self.of_thread.start_loads(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
-        """Decode the k-tile of a stage (a buffer in shared memory) that has arrived."""
+        """Decode the quantised weights of a stage, whose copy has ended, to 16-bit numbers in the buffer before the
+        stages. `columns` reads them there. stage: the stage's index."""
         # The accumulators leave no registers for all chunks of 8-bit elements at once: sm_120 spills 144 bytes.
         for time in self.of_thread.times:
             chunks, scales = self.of_thread.read(self._slot(stage), (time,))

@@ -212,8 +212,14 @@ class Narrow(Along):
             self.pending.start_loads(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
-        """Return the position, among the multipliers of k-tile `tile`, of the multiplier of scale block number `block`.
-        Multipliers lie in the order in which the k-tile's steps use them.
+        """Return the index of a scale block's multiplier among the multipliers of its weight row in a stage.
+
+        A weight row has one multiplier (a bfloat16 number, see the top of this file) for each scale block of the
+        k-tile. They lie in the order in which the k-tile's steps use them.
+
+        Args:
+            block: number of the scale block in the k-tile.
+            tile: number of the k-tile.
         """
         return block
 

@@ -100,11 +100,15 @@ def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
 def transposed_sources(
     weights: Weights, work: WorkTile, operand: Across, parts: int, half: Int32 | int = 0
 ) -> Contraction:  # fmt: skip
-    """Return the addresses from which a thread copies transposed weights, whose columns are the tile's columns.
+    """Return the addresses from which a thread copies an expert's weights if the GEMM contracts over weight rows.
+
+    The weights' columns are then the tile's columns.
 
     Args:
-        parts: number of parts of the tile's columns: 2 (a and u) with a gate, else 1.
-        half: 0 for the first of two weight tensors, 1 for the second.
+        parts: 2 in a gated FC1, where half of the tile's columns belong to a (the activated half of the preactivation)
+            and half to u (the linear half); else 1.
+        half: with `GroupedMmSpec.in_halves`, where each half of x's columns has weights of its own: whose weights to
+            copy, 0 or 1. Otherwise 0.
     """
     per_part = operand.num_blocks // parts
     to_half = half * weights.expert.part_units * UNIT_BYTES

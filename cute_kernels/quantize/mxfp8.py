@@ -271,8 +271,9 @@ class QuantizeMxfp8(Invariant):
     ):
         """Write the scale bytes of this thread's rows (`exponents`) to shared memory (`row_scales`).
 
-        One thread writes for all threads of a block. The scales of blocks past x's last column are 0; swizzled scales
-        are stored in whole atoms of 128 rows x 4 blocks, which may have such blocks.
+        "Block" means a scale block here: BLOCK neighbouring elements of a row, which share a scale. Several threads
+        have elements of a block; one of them writes the scale. The scales of blocks past x's last column are 0; such
+        blocks occur because swizzled scales are stored in whole atoms of 128 rows x 4 blocks.
         """
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector

@@ -181,10 +181,14 @@ class ShuffledAccumulators(TileAccumulators):
         self, acc: cute.Tensor, to: cutlass.Constexpr[int], rows: cute.Tensor, column: cutlass.Constexpr[int],
         slab: cutlass.Constexpr[int], half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Fetch the thread's two accumulators in one row and 8 columns from the lane that has read this row.
+        """Set two of this lane's accumulators, which lie in one row and 8 columns of the slab, by shuffles within the
+        warp.
+
+        Each lane has read columns of one whole row (`_rows`), but needs two neighbouring columns of a row that another
+        lane has read. A slab is 64 rows of the tile, 16 for each of the four warps.
 
         Args:
-            acc: the slab's accumulators, of which two are set.
+            acc: this lane's accumulators of the slab, of which two are set.
             to: the first of the 8 columns in the slab.
             rows, column: registers of this lane's row (`_rows`), and the first of the 8 columns in them.
             half: 0: the upper 8 of a warp's 16 rows of the slab; 1: the lower 8.

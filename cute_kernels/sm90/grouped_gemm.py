@@ -101,7 +101,7 @@ class GroupedGemm(PersistentGemm):
             x_scale: address of the scales of x; 0: x has none.
             w_up: address of the tensor of the weights' second half u, if the halves are two tensors; 0 or None: w has
                 both halves.
-            low: tensors (low, b) of an adapted GEMM; None: not adapted.
+            low: with LoRA adapters, the tensors (low, b), whose product is added (see the class); None: no adapters.
             w_blocks: address of the weights' block scales, if weight rows have scales, too; None: weight rows have
                 none.
         """

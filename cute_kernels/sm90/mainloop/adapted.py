@@ -31,9 +31,14 @@ class AdaptedMainloop(GemmMainloop):
     """
 
     def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
-        """Host side: append the second pair of operands, low [T, r] and b (n, k, lo, hi), to `operands.extra`.
+        """Return `operands` with the LoRA adapters' pair, low [T, r] and b, appended to `operands.extra`; host code.
 
-        address: offsets of b's experts.
+        Args:
+            operands: the operands of the first product, x and w.
+            low: [T, r], x (in backward a gradient) times one of the two matrices of each expert's adapter.
+            b: the adapters' other matrices, as the view (n, k, lo, hi) that `weight_view` makes: n counts columns of
+                the result, k the r columns of low, and (lo, hi) is an expert's offset.
+            address: the offsets of the experts' matrices in b.
         """
         atom_a, a = self._tma(low, self.a_major, self.tile.box_rows, 1)
         atom_b, b = self._tma(b, self.b_major, self.part_n, 1)

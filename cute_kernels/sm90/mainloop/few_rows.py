@@ -97,7 +97,11 @@ class BlockScales(WeightScales):
 
     def has_large(self) -> Boolean:
         """Return True if any thread of the warp has a large scale (one whose multiplier exceeds bfloat16's range) in
-        this k-tile. Every bad scale is large."""
+        this k-tile.
+
+        Bad scales (such as NaN), whose weight rows must give NaN, are always large, so that only a warp with large
+        scales has to look for bad ones.
+        """
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:

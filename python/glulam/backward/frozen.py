@@ -136,7 +136,8 @@ class FrozenPath(Frozen, DataPath):
     reads_by_index = fuses = False
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True in a layer, where tokens are always copied to T rows for the GEMMs."""
+        """Return True in a layer (moe): its tokens are copied to T rows, since the GEMMs cannot read them by index.
+        False otherwise. The arguments, by which `DataPath.copies` decides, are ignored."""
         return self.tokens is not None
 
     def _forward(

@@ -1,4 +1,7 @@
-"""The arguments of one call, sorted by the roles of their names (`roles`), and checks that operators share."""
+"""Base class `Arguments`: the arguments of one call of an operator, and the checks that all operators make of them.
+
+An argument's name determines its role (`roles`): matrix, weight, bias, group sizes, option and so on.
+"""
 
 from __future__ import annotations
 

@@ -121,7 +121,11 @@ class Call(PlanMaker):
         return self.returned(results)
 
     def without_rows(self, problem: Problem) -> Any:
-        """Return the result for T = 0 if a kernel that gets no rows would not write it; NotImplemented otherwise."""
+        """Return the result of a call with T = 0 rows, computed without a kernel.
+
+        NotImplemented, the default: the caller launches the kernel as usual. Calls override this method if a kernel
+        that gets no rows would leave its result unwritten.
+        """
         return NotImplemented
 
     def call_public_operator(self) -> Any:

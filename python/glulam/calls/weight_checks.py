@@ -114,14 +114,15 @@ def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> 
 def check_contraction(
     op: str, name: str, shape: tuple[int, ...], columns: int, transpose_w: bool, over_rows: bool
 ) -> int:
-    """Check that [T, columns] can be multiplied with an expert's weight, and return the columns of the product.
+    """Check that the leading operand [T, columns] fits the experts' weights, and return the product's columns, N or K.
 
     Args:
         op, name: the operator and the weight, for errors.
-        shape: [E, N, K].
+        shape: the weight's shape [E, N, K].
         columns: columns of the leading operand.
-        transpose_w: the call's argument, for the error's advice.
-        over_rows: True: rows are multiplied with w_e; False: with its transpose.
+        transpose_w: the call's argument, only for the error's advice.
+        over_rows: True: the product is x w_e; `columns` must be N, and K is returned. False: the product is x w_e^T;
+            `columns` must be K, and N is returned.
     """
     experts, n, k = shape
     contracted, width = (n, k) if over_rows else (k, n)

@@ -81,7 +81,10 @@ class Form:
         """
 
     def tensor_of(self, parts: Parts) -> Scaled:
-        """Return a tensor of class `kind` from prepared parts, unchecked; 8-bit floats may be stored as bytes."""
+        """Return the quantised tensor that consists of these parts: a `kind`, or the class of this layout in `classes`.
+
+        The parts must have this form's layout, which is not checked. 8-bit floats may come as uint8 bytes.
+        """
         raise NotImplementedError
 
     def columns(self, data: Tensor) -> int:

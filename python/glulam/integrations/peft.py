@@ -46,10 +46,15 @@ def _weight_and_factors(experts: Any, name: str) -> tuple[Any, Factors | None]:
 
 
 def _matrices(experts: Any, factors: Factors | None, scale: float) -> tuple[Tensor | None, Tensor | None]:
-    """Return an adapter's matrices a [E, r, in] and b [E, out, r]; (None, None) if factors is None.
+    """Return the LoRA matrices a [E, r, in] and b [E, out, r] of FC1's or FC2's weight; (None, None) if it has none.
 
-    b is multiplied by the ratio of the adapter's own scale to `scale`, so that `scale` is the factor of both layers'
-    products.
+    b is multiplied by the ratio of the weight's own LoRA scale to `scale`, since an ExpertLora has one scale for both
+    weights.
+
+    Args:
+        experts: the module of the experts.
+        factors: PEFT's lhs, rhs and scale of the weight. None: no adapter.
+        scale: the scale of the ExpertLora.
     """
     if factors is None:
         return None, None

@@ -215,7 +215,10 @@ def _sizes_of_sort(call: Any) -> dict[str, int]:
 
 
 class _Choosing(LayerCall):
-    """Base of the calls of route's forward and backward."""
+    """Base of the calls of route's forward and backward, whose leading argument is the logits [N, E].
+
+    It has the numbers of tokens and experts, the logits' dtype, and the kernel constants of the routing rule.
+    """
 
     op = "route"
     leads = "logits"

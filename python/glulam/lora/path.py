@@ -6,8 +6,9 @@
     low2 = s m a2_e^T                       dx = dh w1_e + dlow1 a1_e
     y = m w2_e^T + low2 b2_e^T + bias       da = dlow^T (x or m), db = (dh or dy)^T low
 
-s is the adapters' scale, dh the gradient of h, and so on. Each sum of two products is one GEMM whose kernel contracts
-both pairs. Forward saves x, h, low1 and low2; the kernel that computes dm recomputes m.
+a1, b1 are the LoRA matrices of w1, a2, b2 those of w2. s is the adapters' scale, dh the gradient of h, and so on. low1
+and low2, the low-rank halves of the adapters' products, are [T, r] with r the rank. Each sum of two products is one
+GEMM whose kernel contracts both pairs. Forward saves x, h, low1 and low2; the kernel that computes dm recomputes m.
 """
 
 from __future__ import annotations
@@ -141,12 +142,18 @@ class AdaptedPath(DataPath):
         return matrix.transpose(1, 2).contiguous() if self.transpose_w else matrix
 
     def _low(self, part: str, groups: Tensor, x: Tensor, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute s x a_e^T. part: the name of this product; rows: indices of x's rows; None: in order."""
+        """Compute s x a_e^T [T, r]: rows of x times the adapters' first matrices and scale.
+
+        part: the name of this product. rows: indices of x's rows; None: in order.
+        """
         low: Tensor = self.times_w(part, False)(x=x, w=a, rows=rows, groups=groups)
         return low.mul_(self.lora_scale)
 
     def _low_gradient(self, part: str, groups: Tensor, dy: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute s dy b_e. part: the name of this product; rows: indices of dy's rows; None: in order."""
+        """Compute s dy b_e [T, r], the gradient of x a_e^T: rows of dy times the adapters' second matrices and scale.
+
+        part: the name of this product. rows: indices of dy's rows; None: in order.
+        """
         low: Tensor = self.times_w(part, True)(x=dy, w=b, rows=rows, groups=groups)
         return low.mul_(self.lora_scale)
 

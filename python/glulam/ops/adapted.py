@@ -1,8 +1,9 @@
 """GEMMs with LoRA adapters: the operators that a step with LoRA uses; they are not part of the public interface.
 
 Each is an operator of `glulam` whose kernel also contracts `low` [T, r] with `low_w` in the same accumulators: it adds
-low low_w_e^T before the rest of the epilogue, and rounds once. `low_w` is laid out like the weight: [E, N, r]; if the
-kernel contracts over the weight's rows, [E, r, N].
+low @ low_w_e^T before the rest of the epilogue, and rounds once. r is the rank of the LoRA adapters. `low` is x (in
+backward a gradient) times one of an adapter's two matrices and the adapters' scale; `low_w` is the other matrix of each
+expert. `low_w` is laid out like the weight: [E, N, r]; if the kernel contracts over the weight's rows, [E, r, N].
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class Adapted(Call):
-    """Base of calls of grouped GEMMs with a LoRA adapter: `low` [T, r] times `low_w` is added to the GEMM's result.
+    """Base of calls of grouped GEMMs with LoRA adapters of rank r: `low` [T, r] times the expert's matrix in `low_w` is
+    added to the GEMM's result.
 
     Attributes:
         weight: name of the weight's argument; low_w is laid out like this weight.
@@ -89,9 +91,9 @@ class Adapted(Call):
 
 
 class AdaptedMmCall(Adapted, GroupedMmCall):
-    """A call of adapted_mm: grouped_mm with low low_w_e^T added to y [T, N].
+    """A call of adapted_mm: grouped_mm with LoRA adapters, which add low @ low_w_e^T to y [T, N].
 
-    low_w is [E, N, r], as w; with transpose_w [E, r, N].
+    low is [T, r]. low_w is [E, N, r], laid out like w; with transpose_w it is [E, r, N], and low @ low_w_e is added.
     """
 
     op, serves, weight = "adapted_mm", "grouped_mm", "w"
@@ -102,9 +104,10 @@ class AdaptedMmCall(Adapted, GroupedMmCall):
 
 
 class AdaptedGluCall(Adapted, GroupedGluCall):
-    """A call of adapted_glu: grouped_glu with low low_w_e^T added to the preactivation h, which is always returned.
+    """A call of adapted_glu: grouped_glu with LoRA adapters, which add low @ low_w_e^T to the preactivation h [T, W].
 
-    low_w is [E, W, r], as w1 [E, W, H], where W is 2I or I; with transpose_w [E, r, W].
+    h is always returned. W is 2I or I. low is [T, r]. low_w is [E, W, r], laid out like w1 [E, W, H]; with transpose_w
+    it is [E, r, W], and low @ low_w_e is added.
     """
 
     op, serves, weight = "adapted_glu", "grouped_glu", "w1"
@@ -118,9 +121,10 @@ class AdaptedGluCall(Adapted, GroupedGluCall):
 
 
 class AdaptedDgluCall(Adapted, GroupedDgluCall):
-    """A call of adapted_dglu: grouped_dglu with low low_w_e added to dm [T, I], the gradient of the activation.
+    """A call of adapted_dglu: grouped_dglu with LoRA adapters, which add low @ low_w_e to dm [T, I].
 
-    low_w is [E, r, I], as w2 [E, H, I]; with transpose_w [E, I, r].
+    dm is the gradient of the activation's result. low is [T, r]. low_w is [E, r, I], laid out like w2 [E, H, I]; with
+    transpose_w it is [E, I, r], and low @ low_w_e^T is added.
     """
 
     op, serves, weight = "adapted_dglu", "grouped_dglu", "w2"
@@ -140,9 +144,9 @@ def adapted_mm(
     bias: Any = None, rows: Tensor | None = None, bias_scale: Tensor | None = None, transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute grouped_mm with low low_w_e^T (with transpose_w low low_w_e) added to y.
+    """Compute grouped_mm with LoRA adapters: add low @ low_w_e^T (with transpose_w: low @ low_w_e) to y, and return y.
 
-    low, low_w: see the module's docstring. For the other arguments, see `grouped_mm`.
+    low is [T, r]; low_w is [E, N, r], with transpose_w [E, r, N]. For the other arguments, see `grouped_mm`.
     """
     raise NotImplementedError  # `front` writes the body
 
@@ -153,9 +157,10 @@ def adapted_glu(
     rows: Tensor | None = None, bias: Any = None, row_scale: Tensor | None = None, activation: str = "swiglu",
     glu_layout: str = "concat", transpose_w: bool = False, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """Compute grouped_glu with return_preact, and with low low_w_e^T (with transpose_w low low_w_e) added to h.
+    """Compute grouped_glu with return_preact and LoRA adapters: add low @ low_w_e^T (with transpose_w: low @ low_w_e)
+    to the preactivation h [T, W], where W is 2I or I.
 
-    low, low_w: see the module's docstring. For the other arguments, see `grouped_glu`.
+    low is [T, r]; low_w is [E, W, r], with transpose_w [E, r, W]. For the other arguments, see `grouped_glu`.
     """
     raise NotImplementedError  # `front` writes the body
 
@@ -167,8 +172,9 @@ def adapted_dglu(
     glu_layout: str = "concat", row_scale_grad: bool = True, transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:  # fmt: skip
-    """Compute grouped_dglu with low low_w_e (with transpose_w low low_w_e^T) added to dm.
+    """Compute grouped_dglu with LoRA adapters: add low @ low_w_e (with transpose_w: low @ low_w_e^T) to dm [T, I], the
+    gradient of the activation's result.
 
-    low, low_w: see the module's docstring. For the other arguments, see `grouped_dglu`.
+    low is [T, r]; low_w is [E, r, I], with transpose_w [E, I, r]. For the other arguments, see `grouped_dglu`.
     """
     raise NotImplementedError  # `front` writes the body

@@ -169,9 +169,9 @@ class ReadsQuantized(Quantized):
     recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     def prepared(self) -> Any:
-        """Return this call with every weight as kernels (or the CPU reference) read it, then as `Call.prepared` does.
+        """Return this call with its arguments in the layouts that kernels (or the CPU reference) read.
 
-        A weight in another layout is converted; the cache `formats.prepared` keeps the result for later calls.
-        `Call.prepared` puts address tables in place of lists of experts, and group sizes on the device.
+        First each weight in another layout is converted; the cache `formats.prepared` keeps the result for later calls.
+        Then `Call.prepared` replaces lists of experts by address tables, and copies group sizes to the device.
         """
         return super(ReadsQuantized, with_parts_as_read(self)).prepared()

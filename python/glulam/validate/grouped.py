@@ -115,7 +115,8 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
-    """Return the arguments low and low_w of an adapted GEMM (see `ops.adapted`); empty if the spec is not adapted.
+    """Return the arguments low [T, r] and low_w of a GEMM with LoRA adapters of rank r (`ops.adapted`), which adds
+    low @ low_w_e^T; empty if the spec is not adapted.
 
     Args:
         spec: the GEMM's spec.

@@ -411,10 +411,14 @@ def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) 
 
 
 def _report(changes: list[_Change], max_error: float) -> FoldReport:
-    """Return the report on all experts, from the changes of all chunks.
+    """Return the report on how much folding changes the weights of all experts.
+
+    Args:
+        changes: the measured changes of all chunks of rows.
+        max_error: the largest change that is allowed in a block, relative to the block's norm.
 
     Raises:
-        FoldError: a weight is not finite, or was changed by more than `max_error`.
+        FoldError: a weight is not finite, or a block changes by more than `max_error`.
     """
     numbers = torch.stack([change.numbers for change in changes]).cpu()
     finite, changed, nonzero, row_errors, errors, places, drops = numbers[:, :-MAX_BINADES].unbind(1)
