@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +76,19 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     kernels.forget_choices()
     yield table
     kernels.forget_choices()
+
+
+def test_the_estimate_counts_the_compile_processes(
+    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: False)
+    seconds = []
+    for jobs in (1, 8):
+        bench = FakeBench(lambda *_: 100.0)
+        entry.run([MM], bench, FakeMakes(jobs=jobs), OPTIONS, places.with_name(f"{jobs}.json"), True, clock=bench.clock)
+        (found,) = re.findall(r"about (\d+) s", capsys.readouterr().err)
+        seconds.append(int(found))
+    assert seconds[0] > seconds[1]
 
 
 def tune(bench: FakeBench, places: Path, problem: Problem = MM, makes: Any = None, options: Options = OPTIONS) -> Any:

@@ -72,6 +72,7 @@ class FakeMakes:
 
     fails: Callable[[Spec], bool] = lambda spec: False
     started: list[Spec] = dataclasses.field(default_factory=list)
+    jobs: int = 1
 
     def start(self, spec: Spec) -> Future[Function]:
         self.started.append(spec)

@@ -246,7 +246,7 @@ def run(
     stamp = table.stamp_of(bench.gpu, bench.driver)
     sessions = [Session(problem, bench, pool, options, clock) for problem in problems]
     try:
-        with torch.no_grad(), _progress(sessions, progress) as advance:
+        with torch.no_grad(), _progress(sessions, pool.jobs, progress) as advance:
             layers = tuple(_tuned(session, stamp, path, advance) for session in sessions)
     finally:
         kernels.forget_choices()
@@ -305,11 +305,11 @@ def estimate_s(sessions: Sequence[Session], jobs: int) -> float:
 
 
 @contextlib.contextmanager
-def _progress(sessions: Sequence[Session], shown: bool) -> Iterator[Callable[[int], None]]:
+def _progress(sessions: Sequence[Session], jobs: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yield a function that advances a progress bar on standard error by a number of contests.
 
     A line above the bar says how many contests there are and about how long they take. Without `shown`, nothing is
-    shown.
+    shown. jobs: number of compile processes.
     """
     if not shown:
         yield lambda contests: None
@@ -319,7 +319,7 @@ def _progress(sessions: Sequence[Session], shown: bool) -> Iterator[Callable[[in
 
     console = Console(stderr=True)
     contests = sum(len(session.problems) for session in sessions) * (len(ROUTINGS) + 1)
-    about = estimate_s(sessions, default_jobs())
+    about = estimate_s(sessions, jobs)
     console.print(
         f"{contests} contests; about {about:.0f} s; interrupt at will, the same command goes on", highlight=False
     )

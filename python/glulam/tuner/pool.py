@@ -33,6 +33,7 @@ class CompilePool:
     """
 
     def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
         self._threads = ThreadPoolExecutor(jobs, "glulam-compile")
         self._mine = threading.local()
         self._workers: list[Worker] = []
