@@ -24,7 +24,7 @@ from ffi_bridge._version import __version__  # noqa: E402
 
 
 def archs() -> list[str]:
-    """The architectures that GLULAM_ARCHS names, each once."""
+    """Return the architectures that GLULAM_ARCHS names, each once."""
     chosen = list(dict.fromkeys(os.environ.get("GLULAM_ARCHS", "").split()))
     if chosen:
         from cute_kernels.architectures import ARCHS as known
@@ -36,7 +36,7 @@ def archs() -> list[str]:
 
 
 def machine() -> str:
-    """The kind of CPU that GLULAM_MACHINE names; this machine's without it."""
+    """Return the kind of CPU that GLULAM_MACHINE names; without it, this machine's."""
     from ffi_bridge.host import HOSTS, here
 
     chosen = os.environ.get("GLULAM_MACHINE") or here().machine
@@ -55,14 +55,16 @@ RELEASE = f"v{__version__}"  # its tag
 
 
 def urls() -> dict[str, str]:
-    """Pages of the repository at $GLULAM_REPOSITORY, for an index to show; none without it."""
+    """Return the links to the repository at $GLULAM_REPOSITORY for a package index to show; none if it is not set."""
     pages = {"Repository": "", "Issues": "/issues"}
     pages |= {"Documentation": f"/tree/{RELEASE}/docs", "Changelog": f"/blob/{RELEASE}/CHANGELOG.md"}
     return {name: REPOSITORY + page for name, page in pages.items()} if REPOSITORY else {}
 
 
 def readme() -> str:
-    """README.md, whose links to files lead into the repository: an index shows the page alone."""
+    """Return README.md with its links to files led into the repository, because a package index shows the page
+    alone.
+    """
     text = (ROOT / "README.md").read_text()
     if not REPOSITORY:
         return text
@@ -109,7 +111,9 @@ class LinuxWheel(bdist_wheel):
 
 
 def manylinux_tag(libraries: list[Path], plain: str) -> str:
-    """The tag that the libraries deserve, or the plain one, with a warning, where that cannot be told."""
+    """Return the wheel's manylinux tag that the libraries qualify for; the plain one, with a warning, if that cannot be
+    told.
+    """
     from ffi_bridge import ToolchainError, manylinux
 
     try:

@@ -1,8 +1,8 @@
-"""What a training step does besides where experts are spread over the ranks of torch.distributed.
+"""Additions to a training step if experts are spread over the ranks of torch.distributed.
 
 Every rank has a part of each batch, its own experts and all other parameters. A loss is the mean over all ranks' parts:
-experts get the gradients of all tokens that came to them, all other parameters those of the rank's own, which are
-added up here.
+experts get the gradients of all tokens that came to them; the other parameters get those of the rank's own tokens,
+which are averaged over the ranks here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from glulam.distributed import ExpertParallel, expert_parameters
 
 
 def join(ranks: int, device: str, command: str) -> None:
-    """Become one of the ranks that torchrun started. Raises RuntimeError where it did not, or started others; `command`
-    is what it is to start.
+    """Become one of the ranks that torchrun started. Raises RuntimeError if torchrun started none or another number.
+
+    command: what torchrun is to start, for the message.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started != ranks:
@@ -35,23 +36,27 @@ def join(ranks: int, device: str, command: str) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process trains what needs no others, and shows results."""
+    """Return whether this process is the first rank, or the only one: it runs what needs no other ranks, and shows
+    results.
+    """
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def spread(size: Size, batch: int, dtype: torch.dtype) -> ExpertParallel:
-    """The experts of all layers of a model."""
+    """Return the expert-parallel group that all layers of a model share, over all ranks."""
     return ExpertParallel(None, size.experts, size.top_k, size.width, batch * size.context, dtype=dtype)
 
 
 def part_of(tokens: Tensor, parallel: ExpertParallel) -> Tensor:
-    """A rank's sequences of a batch, which the number of ranks divides."""
+    """Return this rank's sequences of a batch; the number of ranks divides the batch."""
     return tokens.chunk(parallel.world)[parallel.rank]
 
 
 @torch.no_grad()
 def whole(model: nn.Module, parallel: ExpertParallel | None, of_gradients: bool = False) -> dict[str, Tensor]:
-    """Parameters by name, or their gradients, with the experts of all ranks. Every rank calls it."""
+    """Return parameters by name, or their gradients, with the experts of all ranks gathered. Every rank must call
+    it.
+    """
     found = {}
     own = expert_parameters(model)
     for name, parameter in model.named_parameters():
@@ -67,14 +72,14 @@ def whole(model: nn.Module, parallel: ExpertParallel | None, of_gradients: bool 
 
 
 def mean(value: Tensor, parallel: ExpertParallel) -> Tensor:
-    """Over ranks, in place."""
+    """Return the mean of a value over the ranks, computed in place."""
     dist.all_reduce(value, group=parallel.group)
     return value.div_(parallel.world)
 
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, parallel: ExpertParallel, most: float) -> None:
-    """Means over ranks, cut to norm `most`."""
+    """Average the gradients over the ranks, and clip them to norm `most`."""
     names = expert_parameters(model)
     own, shared = [], []
     for name, parameter in model.named_parameters():
@@ -89,10 +94,10 @@ def finish_gradients(model: nn.Module, parallel: ExpertParallel, most: float) ->
 
 
 def cut_to_norm(own: Sequence[Tensor], shared: Sequence[Tensor], most: float, group: dist.ProcessGroup | None) -> None:
-    """Cut gradients as `torch.nn.utils.clip_grad_norm_` would those of the whole model.
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` would clip those of the whole model.
 
     Args:
-        own: experts' parameters, of which each rank has others. shared: all other parameters.
+        own: parameters of experts, which differ between ranks. shared: all other parameters.
     """
     of_own, of_shared = (get_total_norm([p.grad for p in part if p.grad is not None]) for part in (own, shared))
     squares = of_own.square()

@@ -38,7 +38,7 @@ SHOWN = 4  # losses of a run
 
 
 def batches(device: str, steps: int, batch: int) -> Tensor:
-    """[steps, batch, CONTEXT] bytes of the text, the same at every call."""
+    """Return [steps, batch, CONTEXT] bytes of the text, the same at every call."""
     text = stdlib_text.read_text().train
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(0, len(text) - CONTEXT, (steps, batch, 1), generator=generator)
@@ -46,7 +46,7 @@ def batches(device: str, steps: int, batch: int) -> Tensor:
 
 
 def train(model: Any, data: Tensor) -> tuple[list[float], float]:
-    """The loss of every step, and seconds of a step."""
+    """Train on the data; return the loss of every step, and the seconds of a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, start = [], time.perf_counter()
     for ids in data:
@@ -60,7 +60,9 @@ def train(model: Any, data: Tensor) -> tuple[list[float], float]:
 
 
 def with_adapters(model: Any, rank: int) -> Any:
-    """A model of PEFT's whose experts have adapters of this rank; they alone are trained. Rank 0: the model itself."""
+    """Return a PEFT model whose experts have adapters of this rank, which alone are trained; the model itself for rank
+    0.
+    """
     if not rank:
         return model
     try:

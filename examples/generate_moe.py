@@ -3,7 +3,7 @@
     python -m examples.generate_moe
 
 It has the model's widths and as many of its layers as `--layers` says; without a GPU it is shrunk. Every implementation
-writes the same text, but for where two tokens are equally likely to within rounding; how much of it is, is shown.
+writes the same text, except where two tokens are equally likely to within rounding; the share of equal text is shown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPT = 16
 
 
 def make_model(sizes: dict[str, Any], device: str, layers: int, implementation: str) -> Any:
-    """In bfloat16 on a GPU, in float32 on a CPU; the same weights at every call."""
+    """Return the model, in bfloat16 on a GPU and float32 on a CPU, with the same weights at every call."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers)
@@ -46,10 +46,10 @@ def make_model(sizes: dict[str, Any], device: str, layers: int, implementation: 
 
 
 def generate(model: Any, ids: Tensor, count: int) -> tuple[Tensor, float]:
-    """The text after a prompt, [sequences, count], and seconds."""
+    """Return the text that follows a prompt, [sequences, count], and the seconds that it took."""
 
     def text_of(length: int) -> Tensor:
-        """On the host, so that it is there."""
+        """Generate text and copy it to the host, which waits until it is done."""
         text: Tensor = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=length,
             min_new_tokens=length,
@@ -62,7 +62,7 @@ def generate(model: Any, ids: Tensor, count: int) -> tuple[Tensor, float]:
 
 
 def agreement(text: Tensor, reference: Tensor) -> float:
-    """The share of tokens before the first that differs, of each sequence, on average."""
+    """Return the share of a sequence's tokens before the first that differs, averaged over the sequences."""
     return float((text == reference).long().cumprod(dim=1).float().mean())
 
 

@@ -1,8 +1,8 @@
-"""Whether a run's gradients are the peers', computed from the same weights and the same bytes.
+"""Check that a run's gradients equal the peers', computed from the same weights and the same bytes.
 
 Curves cannot tell: once a rounding error sends a token to another expert, two right runs part by 1e-4 to 1e-2 nats, and
-whether one does within a run is chance. From the same weights nothing is amplified: gradients of right runs differ by
-rounding alone, and so do those of the peers, which compute the same products in other orders.
+whether that happens within a run is chance. From the same weights nothing is amplified: gradients of right runs differ
+by rounding alone, and so do those of the peers, which compute the same products in other orders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST = 6e-8  # float32's unit roundoff: peers may be equal to the bit
 
 
 def distances(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """For each pair of tensors the norm of their difference, relative to the norm of the wanted one."""
+    """Return for each pair of tensors the norm of their difference, relative to the norm of the wanted one."""
     return torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)])
 
 
@@ -32,9 +32,10 @@ class GradientCheck:
     """Compares a run's gradients, after clipping, with the gradients of peers.
 
     Args:
-        peer: a trainer of the whole model, which is given the run's weights.
-        layers: how the peers compute mixtures of experts, differing in rounding alone; the first is the reference.
-        steps: of the run.
+        peer: a trainer of the whole model, into which the run's weights are copied.
+        layers: the peers' implementations of a mixture of experts, which differ in rounding alone; the first is the
+            reference.
+        steps: number of steps of the run.
     """
 
     def __init__(self, peer: Trainer, layers: Sequence[Layer], steps: int) -> None:
@@ -65,7 +66,7 @@ class GradientCheck:
         self.distances.append(torch.stack([distances(one, reference) for one in (*others, found)]))
 
     def result(self) -> dict[str, Any]:
-        """The parameter whose gradient is off by the most times the peers' rounding.
+        """Return what was found for the parameter with the largest ratio of the run's distance to the peers' rounding.
 
         distance: of the run from the reference, the median over the steps checked. rounding: the largest such median of
         the other peers. times: their quotient.

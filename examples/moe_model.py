@@ -25,12 +25,14 @@ from glulam.nn import GroupedMLP, MoE
 BYTES = 256
 
 Layer = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-"""(a mixture, tokens [N,H]) -> [N,H], and the auxiliary loss: 1 where experts get equal shares."""
+"""A function (a mixture, tokens [N,H]) -> result [N,H], and the auxiliary loss, which is 1 if experts get equal
+shares.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a model. On a GPU all widths are multiples of 64."""
+    """The sizes of a model. On a GPU all widths are multiples of 64."""
 
     layers: int
     width: int
@@ -42,14 +44,16 @@ class Size:
 
 
 def glulam_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`glulam.nn.MoE` as it is, but for weights cast to x's dtype."""
+    """Call `glulam.nn.MoE` with its experts' weights cast to x's dtype."""
     weights = {f"experts.{name}": weight.to(x.dtype) for name, weight in layer.experts.named_parameters()}
     y = functional_call(layer, weights, x)
     return y, glulam.load_balancing_loss(layer.routing)  # type: ignore[arg-type]
 
 
 def parallel_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of experts across ranks. The mean over ranks of the auxiliary loss is the loss of all their tokens."""
+    """Call `glulam_layer` with experts across ranks. The auxiliary loss's mean over ranks is the loss of all their
+    tokens.
+    """
     y, _ = glulam_layer(layer, x)
     routing = cast(Routing, layer.routing)
     shares = routing.counts.float()
@@ -59,10 +63,10 @@ def parallel_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_layer(layer: MoE, x: Tensor, scaled: str = "activation") -> tuple[Tensor, Tensor]:
-    """torch's own operators, each of which rounds to x's dtype. `scaled`: as of `torch_experts`.
+    """Compute the mixture with torch's own operators, each of which rounds to x's dtype. `scaled`: see `torch_experts`.
 
-    Rows are repeated before they are sorted: the gradient of a gather that repeats would be added up in an order that
-    changes from run to run.
+    Rows are repeated before they are sorted: the gradient of a gather that repeats rows would be added up in an order
+    that changes from run to run.
     """
     probabilities = F.linear(x.float(), layer.router.weight).softmax(dim=-1)
     weights, chosen = probabilities.topk(layer.top_k, dim=-1)
@@ -80,8 +84,10 @@ def torch_layer(layer: MoE, x: Tensor, scaled: str = "activation") -> tuple[Tens
 
 
 def torch_experts(experts: GroupedMLP, x: Tensor, offs: Tensor, scale: Tensor, scaled: str) -> Tensor:
-    """Rows x [T,H] sorted by expert -> [T,H]. Their weights, scale [T], multiply the "activation", or a factor of it,
-    "up", or the "result": all three are the same function; what they round, and when, differs.
+    """Return the experts' results [T,H] for rows x [T,H] sorted by expert.
+
+    scale [T], the rows' weights, multiplies the "activation", or a factor of it, "up", or the "result", as `scaled`
+    says. All three are the same function; they differ in what is rounded, and when.
 
     torch's grouped_mm does not write the weight gradient of an expert without rows.
     """
@@ -94,7 +100,7 @@ def torch_experts(experts: GroupedMLP, x: Tensor, offs: Tensor, scale: Tensor, s
 
 
 def matrix(*shape: int, gain: float = 1.0) -> nn.Parameter:
-    """Normal, so that a product with it has its input's scale, times `gain`."""
+    """Return a normal random parameter whose product with an input has the input's scale, times `gain`."""
     return nn.Parameter(torch.randn(shape) * gain * shape[-1] ** -0.5)
 
 
@@ -114,7 +120,7 @@ class Attention(nn.Module):
         self.out = matrix(size.width, size.width, gain=(2 * size.layers) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[sequences, positions, width] -> the same."""
+        """Return attention's result for x; both are [sequences, positions, width]."""
         heads = F.linear(x, self.qkv.to(x.dtype)).unflatten(-1, (3, self.heads, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -122,12 +128,12 @@ class Attention(nn.Module):
 
 
 def mixture(size: Size, recipe: RecipeName, dtype: torch.dtype, parallel: ExpertParallel | None = None) -> MoE:
-    """Made for the dtype that it computes in, with parameters in float32. Experts are the same, however many ranks
-    there are.
+    """Return a mixture of experts that computes in `dtype`, with parameters in float32. The experts are the same for
+    any number of ranks.
 
     Args:
-        recipe: of the experts; it is Glulam's layer that heeds it.
-        parallel: whose experts are where; None: all of them here.
+        recipe: the experts' recipe, which only Glulam's layer heeds.
+        parallel: says which experts are on which rank; None: all are here.
     """
     with torch.random.fork_rng():  # whose own weights are as many random numbers as it has experts
         layer = MoE(
@@ -161,7 +167,9 @@ class LanguageModel(nn.Module):
         self.head = matrix(BYTES, size.width)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [sequences, positions + 1] -> cross entropy in nats a byte, and the layers' mean auxiliary loss."""
+        """Map tokens int64 [sequences, positions + 1] to the cross entropy in nats a byte, and the layers' mean
+        auxiliary loss.
+        """
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = (F.embedding(inputs, self.bytes) + self.positions[: inputs.shape[1]]).to(self.dtype)
         balances = []

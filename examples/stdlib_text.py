@@ -20,14 +20,14 @@ FEWEST_BYTES = 2_000_000  # Python 3.10 to 3.14 have 8 to 10 million
 
 
 class Text(NamedTuple):
-    """uint8 [bytes] each: to learn from, and from other files to judge by."""
+    """Text to train on, and held-out text of other files, each uint8 [bytes]."""
 
     train: Tensor
     held_out: Tensor
 
 
 def source_files(root: Path) -> list[Path]:
-    """The library's .py files, in the order of their names."""
+    """Return the library's .py files, in the order of their names."""
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED]  # they hold most files: 0.3 s a look
@@ -36,15 +36,17 @@ def source_files(root: Path) -> list[Path]:
 
 
 def is_held_out(path: Path, root: Path) -> bool:
-    """By a file's name, so that it does not depend on which other files there are."""
+    """Return whether a file is held out. Its name decides, so that the answer does not depend on which other files
+    there are.
+    """
     return zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT_SHARE == 0
 
 
 def read_text(root: Path | None = None) -> Text:
-    """The sources under `root`, by default this Python's library; files one after another.
+    """Return the sources under `root`, by default this Python's library; files one after another.
 
     Raises:
-        RuntimeError: there is too little to learn from.
+        RuntimeError: there is too little text to learn from.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}

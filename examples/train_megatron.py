@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script has only its own folder on the path
 
 try:
     from megatron.core import parallel_state
@@ -70,13 +70,15 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def silu_in_two_steps(x: Tensor) -> Tensor:
-    """Rounds the sigmoid as well."""
+    """Compute SiLU in two operations, so that the sigmoid is rounded as well."""
     return x * x.sigmoid()
 
 
 class Experts(NamedTuple):
-    """A module of experts and its activation. fused: whether Megatron fuses that by torch.compile, as its command line
-    does unless told otherwise. wide: whether the whole model is float32.
+    """A module of experts and its activation.
+
+    fused: Megatron fuses the activation by torch.compile, as its command line does by default. wide: the whole model is
+    float32.
     """
 
     name: str
@@ -96,14 +98,16 @@ OURS = Experts("glulam", experts_spec())
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's, with logits in float32 by torch: of 0.16 its own need TransformerEngine."""
+    """Megatron's router with logits in float32 by torch: Megatron 0.16's own need TransformerEngine."""
 
     def gating(self, input: Tensor) -> Tensor:
         return F.linear(input.float(), self.weight.float())
 
 
 class Job(NamedTuple):
-    """What the runs of a dispatcher share. device: "cuda"; "cpu" only where Megatron is told that this is its GPU."""
+    """Settings that all runs with one dispatcher share. device: "cuda"; "cpu" only if Megatron is told that this is its
+    GPU.
+    """
 
     setup: Setup
     dispatcher: str
@@ -126,7 +130,9 @@ class Job(NamedTuple):
         )  # fmt: skip
 
     def model(self, experts: Experts) -> LanguageModel:
-        """Its experts and routers are not initialised. On all ranks the rest is the same."""
+        """Return a model. Its experts and routers are not initialised; its other parameters are the same on all
+        ranks.
+        """
         config, submodules = self.config(experts), MoESubmodules(experts=experts.spec, router=Router)
         torch.manual_seed(self.seed)
         make = functools.partial(MoELayer, config, submodules)
@@ -134,7 +140,9 @@ class Job(NamedTuple):
         return model.to(self.device, self.dtype(experts))
 
     def weights(self) -> dict[str, Any]:
-        """Where every run starts: a state by the names of sequential experts, of which each rank has others."""
+        """Return the weights that every run starts from: a state dict with the names of SequentialMLP, whose experts
+        differ between ranks.
+        """
         model = self.model(PEERS[0])
         for own, seed in ((False, self.seed), (True, self.seed + 1 + dist.get_rank())):
             torch.manual_seed(seed)
@@ -146,18 +154,20 @@ class Job(NamedTuple):
 
 
 def is_own(parameter: Tensor) -> bool:
-    """Whether it is an expert's, of which each rank has others: Megatron's mark."""
+    """Return whether a parameter is an expert's, and so differs between ranks: Megatron marks it."""
     return not getattr(parameter, "allreduce", True)
 
 
 def megatron_layer(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Megatron has positions before sequences; tokens [N,H] are N positions of one. No auxiliary loss."""
+    """Call Megatron's layer on tokens [N,H] as N positions of one sequence, since it has positions before sequences.
+    The auxiliary loss is 0.
+    """
     y, _ = layer(x[:, None])
     return y[:, 0], x.new_zeros(())
 
 
 class MegatronTrainer(Trainer):
-    """Gradients as Megatron has them, and Adam on float32 masters of the parameters."""
+    """Trains with gradients in Megatron's buffers, and Adam on float32 masters of the parameters."""
 
     def __init__(self, experts: Experts, job: Job, weights: dict[str, Any]) -> None:
         model = job.model(experts)
@@ -198,14 +208,14 @@ class MegatronTrainer(Trainer):
         self.loss.div_(dist.get_world_size())
 
     def step_ms(self) -> float:
-        """The median over steps of the slowest rank's time."""
+        """Return the median over steps of the slowest rank's time."""
         times = torch.tensor([start.elapsed_time(end) for start, end in self.events], device="cuda")
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return statistics.median(times.tolist())
 
 
 def train_all(job: Job, runs: tuple[Experts, ...], console: Console) -> list[dict[str, Any]]:
-    """The records of the runs, in turn, and one of what they share."""
+    """Train the runs in turn; return a record of each, and at the end one of the settings that they share."""
     text = Text(*(part.to(job.device) for part in read_text()))
     weights, records = job.weights(), []
     with progress_bars(console) as bars:

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script has only its own folder on the path
 
 import glulam
 from examples import expert_parallel, training_curves
@@ -48,7 +48,7 @@ from glulam.names import RecipeName
 from perf.stamp import make_stamp
 
 BALANCE_WEIGHT = 0.01
-MOST_NORM = 1.0  # of a step's gradients
+MOST_NORM = 1.0  # norm that a step's gradients are clipped to
 HELD_OUT_BATCHES = 8
 EAGER_STEPS = 3  # before a capture: what is made at a first call is then there
 REPORT_EVERY = 5  # steps; the host reads the loss so often, and waits for the GPU only then
@@ -57,7 +57,9 @@ PIPE_WIDTH = 120  # columns where the output is not a terminal
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A training run. batch: sequences of `size.context` bytes; learning_rate: the highest; dtype: of products."""
+    """The settings of training. batch: sequences of `size.context` bytes; learning_rate: the highest; dtype: of
+    products.
+    """
 
     size: Size
     batch: int
@@ -76,8 +78,8 @@ SETUPS = {
 
 
 class Run(NamedTuple):
-    """How a mixture of experts is computed, whether a step is captured in a CUDA graph, by which recipe, and whether by
-    all ranks together.
+    """A way to train: the function that computes a mixture of experts, whether a step is captured in a CUDA graph, the
+    recipe, and whether all ranks train together.
     """
 
     name: str
@@ -99,12 +101,14 @@ TRAINED = tuple(name for name, recipe in glulam.recipes.RECIPES.items() if recip
 
 
 def by_recipe(run: Run, recipe: Any) -> Run:
-    """The same in another recipe."""
+    """Return the same run with another recipe."""
     return run._replace(name=run.name.replace("glulam", f"glulam {recipe}"), recipe=recipe)
 
 
 def learning_rate(setup: Setup, step: int) -> float:
-    """Rises over the first tenth of the steps, then falls along a cosine to a tenth."""
+    """Return a step's learning rate: it rises over the first tenth of the steps, then falls along a cosine to a
+    tenth.
+    """
     rise = max(1, setup.steps // 10)
     if step < rise:
         return setup.learning_rate * (step + 1) / rise
@@ -113,8 +117,10 @@ def learning_rate(setup: Setup, step: int) -> float:
 
 
 class Trainer:
-    """A model, an optimizer of `parameters`, and what a step reads and writes, all fixed in memory: a graph can hold
-    the step. parallel: whose experts are where; None: all of them here.
+    """A model, an optimizer of `parameters`, and tensors that a step reads and writes at fixed addresses, so that a
+    graph can hold the step.
+
+    parallel: says which experts are on which rank; None: all are here.
     """
 
     def __init__(
@@ -131,11 +137,11 @@ class Trainer:
         )
 
     def load(self, text: Tensor, starts: Tensor) -> None:
-        """The bytes from each start on; all on the device."""
+        """Load a batch: the bytes from each start on. Text and starts are on the device."""
         self.tokens.copy_(text[starts[:, None] + self.positions])
 
     def backward(self) -> Tensor:
-        """Compute the gradients, cut to norm `MOST_NORM`; returns the loss."""
+        """Compute the gradients, clipped to norm `MOST_NORM`; return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         parallel = self.parallel
         tokens = self.tokens if parallel is None else expert_parallel.part_of(self.tokens, parallel)
@@ -154,7 +160,9 @@ class Trainer:
         self.loss.copy_(loss)
 
     def captured_step(self) -> Callable[[], None]:
-        """The step as one launch, captured on the stream that it ran on before. Capturing does not run it."""
+        """Return the step as one graph launch, captured on the stream that it ran on before. Capturing does not run
+        it.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             self.step()
@@ -162,7 +170,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self, text: Tensor) -> float:
-        """Over windows at even distances."""
+        """Return the mean loss over windows of held-out text at even distances."""
         last = len(text) - len(self.positions)
         starts = torch.linspace(0, last, HELD_OUT_BATCHES * len(self.tokens), device=text.device).long()
         losses = []
@@ -185,8 +193,8 @@ def train(
     trainer: Trainer, run: Run, setup: Setup, text: Text, seed: int, progress: Progress,
     check: GradientCheck | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The record of one run: its loss at each step, the held-out loss at the end, the median time a step, and what
-    `check` found at some of them.
+    """Train; return the record of the run: its loss at each step, the held-out loss at the end, the median time of a
+    step, and what `check` found at the steps that it checked.
     """
     device = text.train.device.type
     starts = torch.randint(
@@ -220,7 +228,7 @@ def train(
 
 
 def seconds_of(part: Callable[[Trainer], None], trainer: Trainer) -> float:
-    """The time of a part that does not belong to the training step."""
+    """Return the seconds of work that does not belong to the training step."""
     on_gpu = trainer.loss.is_cuda
     if on_gpu:
         torch.cuda.synchronize()
@@ -232,7 +240,7 @@ def seconds_of(part: Callable[[Trainer], None], trainer: Trainer) -> float:
 
 
 def train_all(setup: Setup, runs: list[Run], seed: int, device: str, console: Console) -> list[dict[str, Any]]:
-    """The records of the runs, in turn, and one of what they share."""
+    """Train the runs in turn; return a record of each, and at the end one of the settings that they share."""
     text = Text(*(part.to(device) for part in read_text()))
 
     def trained(run: Run) -> dict[str, Any]:
@@ -247,7 +255,9 @@ def train_all(setup: Setup, runs: list[Run], seed: int, device: str, console: Co
 
 
 def check_of(run: Run, setup: Setup, seed: int, device: str) -> GradientCheck | None:
-    """None for torch's own runs, and for recipes that round more than torch does."""
+    """Return the check of a run's gradients; None for torch's own runs, and for recipes that round more than torch
+    does.
+    """
     if run in TORCH or run.recipe != "bf16":
         return None
     return GradientCheck(new_trainer(TORCH[0], setup, seed, device), [peer.layer for peer in TORCH], setup.steps)
@@ -259,20 +269,20 @@ def progress_bars(console: Console) -> Progress:
 
 
 def shared_record(setup: Setup, seed: int, text: Text) -> dict[str, Any]:
-    """Of what all runs share."""
+    """Return the record of what all runs share: settings, seed and sizes of the text."""
     sizes = {"train_bytes": len(text.train), "held_out_bytes": len(text.held_out)}
     return {"setup": setup.as_json(), "seed": seed, **sizes}
 
 
 def console_of_rank() -> Console:
-    """The first rank's shows; others' are quiet."""
+    """Return a console that prints on the first rank and is quiet on the others."""
     quiet = os.environ.get("RANK", "0") != "0"
     console = Console(highlight=False, quiet=quiet)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH, quiet=quiet)
 
 
 def command_line(**options: Any) -> str:
-    """The command that trains this again, less what says only where the result goes."""
+    """Return the command that repeats this training, without flags that only say where the result goes."""
     words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in options.items() if value]
     return shlex.join(["python", "examples/train_moe.py", *(word for option in words for word in option)])
 
@@ -300,7 +310,7 @@ def main(
         if graph and chosen == "cpu":
             raise RuntimeError(f"--graph: the device is a CPU ({reason}), and CUDA graphs need a GPU")
         if chosen == "cuda":
-            glulam.preload()  # what a GPU or a bundle lacks shows now, not after three runs
+            glulam.preload()  # an unusable GPU or bundle shows now, not after three runs
         console.print(f"device  {chosen} ({reason})" + (": a shrunk model, in float32" if chosen == "cpu" else ""))
         if ranks:
             expert_parallel.join(ranks, chosen, f"examples/train_moe.py --expert-parallel {ranks}")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script has only its own folder on the path
 
 from perf import plots, results, tables
 from perf.__main__ import show as show_table
@@ -34,44 +34,47 @@ SMALLEST_NOISE = 1e-4  # nats: in float32 curves part by 1e-7, until a rounding 
 
 
 class Distance(NamedTuple):
-    """Between two smoothed curves, in nats a byte: of the absolute differences the mean, and the largest."""
+    """The distance between two smoothed curves, in nats a byte: the mean of the absolute differences, and the
+    largest.
+    """
 
     mean: float
     largest: float
 
 
 def smoothed(losses: list[float], window: int = WINDOW) -> list[float]:
-    """For each step the mean of the last `window` losses, of fewer at the start."""
+    """Return for each step the mean of the last `window` losses; at the start, of as many as there are."""
     return plots.smoothed(losses, window)
 
 
 def distance(losses: list[float], reference: list[float]) -> Distance:
-    """How far two smoothed curves lie apart."""
+    """Return how far two smoothed curves lie apart."""
     sizes = [abs(a - b) for a, b in zip(smoothed(losses), smoothed(reference), strict=True)]
     # Not max(): it passes over a NaN that is not the first.
     return Distance(sum(sizes) / len(sizes), sorted(sizes)[-1] if sum(sizes) == sum(sizes) else math.nan)
 
 
 def noise(curves: list[list[float]]) -> Distance:
-    """What rounding alone does: the largest distances between any two of the curves."""
+    """Return the distance that rounding alone causes: the largest between any two of the curves."""
     pairs = [distance(a, b) for a, b in itertools.combinations(curves, 2)]
     return Distance(max(pair.mean for pair in pairs), max(pair.largest for pair in pairs))
 
 
 def within_noise(found: Distance, rounding: Distance) -> bool:
-    """Whether a curve lies as close as curves that differ by rounding lie to each other. A NaN does not."""
+    """Return whether a curve is as close as curves that differ by rounding are to each other. A NaN is not."""
     allowed = [max(NOISE_ALLOWED * value, SMALLEST_NOISE) for value in rounding]
     return all(value <= most for value, most in zip(found, allowed, strict=True))
 
 
 def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int, suite: str = SUITE) -> Result:
-    """What a result file holds.
+    """Return the content of a result file.
 
     Args:
         suite: one of `results.TRAINING`.
-        records: of runs, and one of what they share. The first `peers` runs differ in their rounding alone, and the
-            others are judged by them: those with "gradients" or a "recipe" by these gradients and the held-out loss,
-            those with neither by their curves. Each but the first gets its distance from the first.
+        records: one of each run, and at the end one of what they share. The first `peers` runs differ in their
+            rounding alone, and the others are judged by them: runs with "gradients" or a "recipe" by these
+            gradients and the held-out loss, other runs by their curves. Each run but the first gets its distance
+            from the first.
     """
     *runs, shared = records
     curves = [run["loss"] for run in runs]
@@ -92,7 +95,7 @@ def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int
 
 
 def _or_infinity(value: float) -> float:
-    """A NaN as infinity, which max() does not pass over."""
+    """Return the value, or infinity for a NaN, which max() would pass over."""
     return math.inf if math.isnan(value) else value
 
 
@@ -101,7 +104,7 @@ def file_name(result: Result) -> str:
 
 
 def show(result: Result, console: Console) -> bool:
-    """Prints the table and the verdicts; returns whether all are good."""
+    """Print the table and the verdicts; return whether all verdicts are good."""
     for table in tables.tables_of(result):
         show_table(table, console)
     found = list(verdicts(result["records"][-1]))
@@ -111,7 +114,9 @@ def show(result: Result, console: Console) -> bool:
 
 
 def verdicts(shared: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
-    """What is judged, whether it is good, and the numbers, from the record of what all runs share."""
+    """Yield, from the record of what all runs share, each verdict: what is judged, whether it is good, and the
+    numbers.
+    """
     if gradients := shared.get("gradients"):
         ours = "{run}: from the same weights, that of {parameter} is {distance:.1e} from the peer's".format(**gradients)
         peers = f"the peer's other orders are up to {gradients['rounding']:.1e}"
@@ -127,7 +132,7 @@ def verdicts(shared: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
 
 
 def save(result: Result, path: Path, console: Console) -> None:
-    """Writes the result file, and the plot beside it where there is matplotlib."""
+    """Write the result file, and the plot beside it if matplotlib is installed."""
     results.write(result, path)
     console.print(f"wrote {path}", soft_wrap=True)
     try:
@@ -138,10 +143,10 @@ def save(result: Result, path: Path, console: Console) -> None:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Writes both panels, the losses and their differences from the first run's, in the format of path's suffix.
+    """Write both panels, the losses and their differences from the first run's, in the format of path's suffix.
 
     Raises:
-        RuntimeError: there is no matplotlib.
+        RuntimeError: matplotlib is not installed.
         ValueError: the result is of another suite.
     """
     if result["suite"] not in results.TRAINING:

@@ -49,7 +49,9 @@ def show(table: Table, console: Console) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Result:
-    """Runs one suite on the current GPU. Raises RuntimeError where there is none or a contestant is wrong."""
+    """Run one suite on the current GPU and return its result. Raises RuntimeError if there is no CUDA GPU, or if a
+    contestant that may not be left out computes a wrong result.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -60,7 +62,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     from .stamp import make_stamp
     from .timing import measure_limits
 
-    os.environ.setdefault(known.ENV_TUNED, "")  # what ships is what is measured
+    os.environ.setdefault(known.ENV_TUNED, "")  # measure what ships, not a user's tuned table
     known.ignore_preferences()
     options = chosen(arguments)
     glulam.batch_invariant(options.batch_invariant)
@@ -90,7 +92,7 @@ def _run_suite(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 measured, 1 what a user can mend, said in one line."""
+    """Run the command line; return exit status 0, or 1 after one line about an error that the user can mend."""
     arguments = parser().parse_args()
     console = _console()
     try:
@@ -114,7 +116,7 @@ def main() -> int:
 def one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning without where it was raised: who was left out, and why."""
+    """Return a warning as one line without its source location: which contestant was left out, and why."""
     return " ".join(f"perf: {message}".split()) + "\n"
 
 

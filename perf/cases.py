@@ -42,18 +42,20 @@ class Case:
         return self.rows < DECODE_ROWS * self.experts
 
     def flop(self, op: str) -> int:
-        """Useful operations of one call: two for a multiply-add, activations not counted. A backward does each GEMM of
-        the forward twice; dglu holds one GEMM of FC2's size.
+        """Return the useful floating-point operations of one call: two for a multiply-add, activations not counted.
+
+        A backward does each GEMM of the forward twice; dglu holds one GEMM of FC2's size.
         """
         fc2 = 2 * self.rows * self.hidden * self.intermediate
         gemms = {"fc1": 2, "fc2": 1, "mlp": 3, LAYER: 9, "dglu": 1, "dgrad": 2, "dw1": 2, "dw2": 1}
         return gemms[op] * fc2
 
     def bytes(self, op: str, active_experts: int, weight_bits: float = 8 * BYTES_PER_ELEMENT) -> int:
-        """The fewest bytes of one call: each active expert's weights and each input once, each output once.
+        """Return the fewest bytes that one call must move: each active expert's weights, each input and each output
+        once.
 
         The activation between FC1 and FC2 of an mlp is written once and read once. Weight gradients are written for
-        every expert. `weight_bits`: of a weight, its part of a scale included.
+        every expert. `weight_bits`: bits of a weight's element, with its part of a block scale.
         """
         matrix, x, mid = self.hidden * self.intermediate, self.rows * self.hidden, self.rows * self.intermediate
         weights, rows = {
@@ -95,7 +97,7 @@ class LayerCase:
 
     @property
     def mlp(self) -> Case:
-        """The experts' MLP alone."""
+        """The case of the experts' MLP alone."""
         return Case(self.name, self.experts, self.hidden, self.intermediate, self.rows, self.routing, self.seed)
 
     @property
@@ -103,11 +105,15 @@ class LayerCase:
         return self.tokens <= DECODE_TOKENS
 
     def flop(self, op: str) -> int:
-        """Useful operations: 6 N K H I, and of forward and backward three times as many. The router's do not count."""
+        """Return the useful floating-point operations of N tokens with K choices, hidden H and intermediate I: 6 N K H
+        I in a forward, three times as many in forward and backward. The router's GEMM does not count.
+        """
         return self.mlp.flop(LAYER if op == TRAIN else "mlp")
 
     def bytes(self, active_experts: int) -> int:
-        """The fewest bytes of a forward: active experts' weights, x and y once, what stands between kernels twice."""
+        """Return the fewest bytes of a forward: active experts' weights, x and y once; FC1's and FC2's results, which
+        pass between kernels, twice.
+        """
         weights = 3 * active_experts * self.hidden * self.intermediate
         tokens, rows = self.tokens * self.hidden, self.rows * (self.hidden + self.intermediate)
         return BYTES_PER_ELEMENT * (weights + 2 * tokens + 2 * rows)
@@ -115,7 +121,9 @@ class LayerCase:
 
 @dataclasses.dataclass(frozen=True)
 class ServingCase(LayerCase):
-    """Experts of one GPU. world_experts: experts that a router chooses among; 0: all are on this GPU."""
+    """The experts of a layer that are on one GPU. world_experts: experts that a router chooses among; 0: all are on
+    this GPU.
+    """
 
     world_experts: int = 0
 
@@ -134,11 +142,15 @@ class ServingCase(LayerCase):
         return f"{self.name} (N {self.tokens}, {sizes})"
 
     def expected_rows(self, tokens: int) -> int:
-        """Rows of so many tokens whose experts are here, if a router chooses evenly."""
+        """Return how many (token, choice) rows of `tokens` tokens go to experts on this GPU, if a router chooses
+        evenly.
+        """
         return -(-tokens * self.top_k * self.experts // self.world)
 
     def work(self, recipe: str, rows: int, active_experts: int) -> dict[str, int]:
-        """Useful FLOP of the rows that have an expert here, and the fewest bytes."""
+        """Return as a record's fields the useful FLOP of `rows` rows whose experts are on this GPU, and the fewest
+        bytes.
+        """
         mlp = dataclasses.replace(self.mlp, rows=rows)
         return {"flop": mlp.flop("mlp"), "bytes": mlp.bytes("mlp", active_experts, WEIGHT_BITS[recipe])}
 
@@ -147,14 +159,15 @@ AnyCase = TypeVar("AnyCase", Case, LayerCase, ServingCase)
 
 
 def with_routings(cases: Iterable[AnyCase], routings: Sequence[str]) -> list[AnyCase]:
-    """Every case under every routing, a case's routings side by side."""
+    """Return every case under every routing, the routings of one case next to each other."""
     return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
 
 
 def select(cases: Sequence[AnyCase], wanted: str | None) -> list[AnyCase]:
-    """The cases named `wanted`, else those whose label or routing contains it (upper or lower case); all for None.
+    """Return the cases named `wanted`; if no case has that name, those whose label or routing contains it; all for
+    None.
 
-    Raises ValueError, with the names there are, where none does.
+    Upper and lower case do not matter. Raises ValueError, with the names there are, if no case matches.
     """
     if wanted is None:
         return list(cases)
@@ -185,7 +198,7 @@ TOKEN = (
     dataclasses.replace(DEEPSEEK, name="DeepSeek EP8 token", rows=1, routing="token:1"),
     dataclasses.replace(MIXTRAL, name="Mixtral token", rows=2, routing="token:2"),
 )
-# What else tuning tables cover: the models above at other sizes, and at other shares of experts a GPU.
+# Other models that tuning tables cover: the models above at other sizes, and at other shares of experts a GPU.
 GPT_OSS_20B = Case("gpt-oss-20b", 32, 2880, 2880, 16384)
 OTHER_MODELS = (
     Case("Mixtral-8x22B", 8, 6144, 16384, 8192),
@@ -199,7 +212,7 @@ OTHER_MODELS = (
 SONIC = Case("SonicMoE 32768 x top-8", 128, 4096, 1024, 262144)
 # Small enough that the GPU is done before the host has launched again: what is left is the host's time.
 TINY = Case("tiny", 8, 512, 256, 64)
-DOUBLINGS = tuple(1 << doubling for doubling in range(13))  # of rows an expert
+DOUBLINGS = tuple(1 << doubling for doubling in range(13))  # rows an expert
 ZIPFS = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
 FP8 = (*DECODE, GPT_OSS_DECODE)
 
@@ -209,7 +222,7 @@ TOP_K = {MIXTRAL.name: 2, "Mixtral-8x22B": 2, GPT_OSS.name: 4, GPT_OSS_20B.name:
 
 
 def layer_of(case: Case, tokens: int = 0) -> LayerCase:
-    """The layer whose experts get a known model's rows, or that of so many tokens."""
+    """Return the layer whose experts get as many rows as the case; with `tokens`, the same layer for so many tokens."""
     k = TOP_K.get(case.name, 1)
     return LayerCase(case.name, tokens or case.rows // k, case.hidden, case.intermediate, case.experts, k)
 
@@ -226,24 +239,26 @@ CASES: dict[str, Sequence[Any]] = {
     "portable": (MIXTRAL, DEEPSEEK, QWEN3, *DECODE),
     "lora": [layer_of(case, 4096) for case in (GPT_OSS_20B, QWEN3)],
 }
-"""Cases by suite, except the sweeps of rows and skew (`cases_of`), the layer's and those of serving."""
+"""Cases by suite, except the sweeps of rows and skew (see `cases_of`), the layer suite's (`layer_cases`) and those of
+serving.
+"""
 
 
 def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:
-    """Any models that are known here, by name; the default ones where none is wanted."""
+    """Return the known models that match the name `wanted` (see `select`); the default ones if it is None or empty."""
     return select([*PREFILL, *DECODE, SONIC, TINY, *OTHER_MODELS], wanted) if wanted else list(default)
 
 
 def sweep(
     of: Iterable[Case], rows_per_expert: Sequence[int] = (), routings: Sequence[str] = ("uniform",)
 ) -> list[Case]:
-    """Models at numbers of rows an expert, by default their own, under routings."""
+    """Return the models with each number of rows per expert (none given: the models' own), under each routing."""
     sized = ([dataclasses.replace(m, rows=m.experts * rows) for rows in rows_per_expert] or [m] for m in of)
     return with_routings((case for cases in sized for case in cases), routings)
 
 
 def cases_of(suite: str, wanted: str | None) -> list[Any]:
-    """A suite's cases by its name: what the user wants of them."""
+    """Return the cases of a suite that match the user's choice `wanted`; all of the suite's for None."""
     if suite == "rows":
         return sweep(models(wanted, (QWEN3,)), DOUBLINGS)
     if suite == "skew":
@@ -258,20 +273,23 @@ PUBLISHED = (
     dataclasses.replace(layer_of(QWEN3, 64), name="Qwen3 64 tokens"),
     dataclasses.replace(layer_of(QWEN3, 1), name="Qwen3 1 token"),
 )
-"""Layers that others publish times of, and two steps of decoding."""
+"""Layers whose times others have published, and two decoding steps."""
 MODELS = tuple(layer_of(case) for case in (DEEPSEEK, GPT_OSS, *OTHER_MODELS))
 LAYER_ROUTINGS = ("uniform", "zipf", "dirichlet")
 
 
 def layer_cases(wanted: str | None, routings: Sequence[str] = (), published: bool = False) -> list[LayerCase]:
-    """Every layer under every routing, a layer's routings side by side; `published`: of those layers only."""
+    """Return every layer under every routing, one layer's routings next to each other, that matches `wanted`.
+
+    published: take only layers whose times others have published.
+    """
     chosen = PUBLISHED if published else (*PUBLISHED, *MODELS)
     return select(with_routings(chosen, routings or LAYER_ROUTINGS), wanted)
 
 
 SERVING_TOKENS = (1, 16, 64, 256, 2048, 8192)
 SERVING_RECIPES = ("bf16", "mxfp8", "fp8_block", "mxfp8_weight_only", "mxfp4", "mxfp4_weight_only")
-"""Our recipes; a record has one of them and the peers that read such weights."""
+"""Our recipes of the serving suite. A record compares one of them with the peers that read weights of its format."""
 PARTS: dict[str, dict[str, int]] = {DEEPSEEK.name: {"top_k": 8, "world_experts": 256}}
 SERVING = [
     ServingCase(**{**dataclasses.asdict(layer_of(model)), "tokens": tokens, **PARTS.get(model.name, {})})

@@ -1,4 +1,4 @@
-"""Parts of tables: columns, and the text of times, rates and ratios."""
+"""Building blocks of tables: columns, and the text of times, rates and ratios."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .results import Record, Result
 
 OURS, DENSE = "glulam", "dense"
 HOST = "host"
-"""The operation of a record of host times, whose contestants are items."""
+"""The "op" of a record of host times; the contestants of such a record are the timed items."""
 Limits = dict[str, float]
 Cell = Callable[[Record], str]
 Column = tuple[str, Cell]
-"""A heading, and the cell of a record."""
+"""A column's heading, and the function that makes the cell of a record."""
 
 
 class Table(NamedTuple):
@@ -25,13 +25,13 @@ class Table(NamedTuple):
 
 
 def table(title: str, records: Iterable[Record], columns: Sequence[Column]) -> list[Table]:
-    """Return a table with a row a record; none where there are no records."""
+    """Return a list of one table with a row for each record; an empty list if there are no records."""
     rows = [tuple(cell(record) for _, cell in columns) for record in records]
     return rows_table(title, tuple(heading for heading, _ in columns), rows)
 
 
 def rows_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[Table]:
-    """Return a table of ready rows; none where there are none."""
+    """Return a list of one table of ready rows; an empty list if there are no rows."""
     return [Table(title, header, rows)] if rows else []
 
 
@@ -54,7 +54,13 @@ def pivot(
 
 
 def below_target(what: tuple[str, ...], found: Iterable[tuple[Any, ...]]) -> list[Table]:
-    """Return a table of what is below what is aimed at: names, the ratio reached and the target, either may be None."""
+    """Return a table of the ratios that miss their targets.
+
+    Args:
+        what: headings of the names.
+        found: for each measurement its names, the ratio reached and the target; those without ratio or target are
+            passed over.
+    """
     rows = [
         (*names, f"{reached:.3f}", f"{wanted:.2f}")
         for *names, reached, wanted in found
@@ -68,7 +74,7 @@ def of_op(records: Iterable[Record], op: str) -> list[Record]:
 
 
 def case_of(record: Record) -> Any:
-    """The record's case: of a layer, of serving, or of an MLP."""
+    """Return the record's case as the class that fits its fields: ServingCase, LayerCase or Case."""
     data = record["case"]
     kind: Any = ServingCase if "world_experts" in data else LayerCase if "tokens" in data else Case
     return kind(**data)
@@ -79,7 +85,7 @@ def label(record: Record) -> str:
 
 
 def field(*path: str) -> Cell:
-    """Return the cell of a field, of nested dicts by its path."""
+    """Return a cell function that shows a record's field as text; of nested dicts, the field at this path of keys."""
 
     def cell(record: Record) -> str:
         value: Any = record
@@ -91,29 +97,29 @@ def field(*path: str) -> Cell:
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """Return a number; "-" where it was not measured."""
+    """Return a number as text with its unit; "-" for None, which means that it was not measured."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def microseconds(value: float | None) -> str:
-    """Three significant digits at least: 2825, 365, 24.3, 4.71."""
+    """Return microseconds as text with at least three significant digits: 2825, 365, 24.3, 4.71."""
     return number(value, 2 if value is None or value < 10 else 1 if value < 100 else 0)
 
 
 def median(record: Record, name: str = OURS) -> float | None:
-    """The median of a contestant in us; None where it was not measured."""
+    """Return the median time of a contestant in us; None if it was not measured."""
     times = record["times"]
     return float(times[name]["median_us"]) if name in times else None
 
 
 def ratio(record: Record, peer: str, ours: str = OURS) -> float | None:
-    """The peer's median over ours: above 1 we are faster. None where one was not measured."""
+    """Return the peer's median time over ours: above 1, we are faster. None if one of the two was not measured."""
     theirs, mine = median(record, peer), median(record, ours)
     return theirs / mine if theirs and mine else None
 
 
 def work(record: Record) -> tuple[float, float]:
-    """Useful FLOP and the fewest bytes of one call; no bytes where they are not known."""
+    """Return the useful FLOP and the fewest bytes of one call; 0 bytes if the record does not say."""
     if "flop" in record:
         return record["flop"], record.get("bytes", 0.0)
     case, op = case_of(record), record["op"]
@@ -121,13 +127,13 @@ def work(record: Record) -> tuple[float, float]:
 
 
 def rate(record: Record, us: float | None, limits: Limits) -> str:
-    """The rate of a call that takes `us`, in what the machine's limits bind first, and how much of that limit it is."""
+    """Return the rate of a call that takes `us`, as `bound` writes it; "-" if it was not measured."""
     flop, moved = work(record)
     return bound(flop / us, moved / us, limits) if us else "-"
 
 
 def bound(flop_per_us: float, bytes_per_us: float, limits: Limits) -> str:
-    """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
+    """Return useful TF/s or TB/s, whichever is closer to the machine's limit, and its percentage of that limit."""
     tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
     of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
     if of_bytes > of_flop:
@@ -136,12 +142,12 @@ def bound(flop_per_us: float, bytes_per_us: float, limits: Limits) -> str:
 
 
 def names_of(records: Iterable[Record], field: str = "times") -> list[str]:
-    """Every contestant, in order of first appearance."""
+    """Return every contestant of the records' field, in order of first appearance."""
     return list(dict.fromkeys(name for record in records for name in record.get(field, ())))
 
 
 def peers_of(records: Iterable[Record]) -> list[str]:
-    """Every contestant except us."""
+    """Return every contestant except ours."""
     return [name for name in names_of(records) if name != OURS]
 
 
@@ -150,19 +156,19 @@ def us_cell(record: Record, name: str) -> str:
 
 
 def ratios_cell(record: Record, name: str, peers: Sequence[str]) -> str:
-    """A contestant's time, in brackets peers' times over it."""
+    """Return a contestant's time and, in brackets, each peer's time over it; "-" if it was not measured."""
     if median(record, name) is None:
         return "-"
     return f"{us_cell(record, name)} ({', '.join(number(ratio(record, peer, name), 2, 'x') for peer in peers)})"
 
 
 def peer_cell(record: Record, name: str) -> str:
-    """A peer's time, in brackets over ours."""
+    """Return a peer's time and, in brackets, that time over ours; "-" if it was not measured."""
     return "-" if median(record, name) is None else f"{us_cell(record, name)} ({number(ratio(record, name), 2, 'x')})"
 
 
 def our_cell(record: Record) -> str:
-    """Our median with its spread."""
+    """Return our median time, and half the distance of the outer deciles as a percentage of it."""
     ours = record["times"][OURS]
     spread = (ours["high_us"] - ours["low_us"]) / (2 * ours["median_us"])
     return f"{microseconds(ours['median_us'])} ± {100 * spread:.1f} %"
@@ -181,12 +187,12 @@ def our_rate(limits: Limits) -> Column:
 def columns_of(
     names: Iterable[str], cell: Callable[..., str] = peer_cell, unit: str = " us", **more: Any
 ) -> list[Column]:
-    """Return a column for each contestant, the cell of its name."""
+    """Return a column for each contestant; `cell(record, name, **more)` makes its cells."""
     return [(f"{name}{unit}", partial(cell, name=name, **more)) for name in names]
 
 
 def host_table(title: str, result: Result, digits: int) -> list[Table]:
-    """Host time of each item: the median and the outer deciles."""
+    """Return a table of each item's host time: the median and the outer deciles."""
     items = (item for record in of_op(result["records"], HOST) for item in record["times"].items())
     rows = [
         (name, *(number(times[key], digits) for key in ("median_us", "low_us", "high_us"))) for name, times in items

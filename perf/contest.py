@@ -24,22 +24,25 @@ from .timing import ENQUEUE_US, MIN_ROUNDS, measure_device
 
 Item = TypeVar("Item")
 Results = tuple[Tensor, ...]
-PART_ELEMENTS = 2**28  # that are compared at once
+PART_ELEMENTS = 2**28  # elements that are compared at once
 
 
 class Wrong(RuntimeError):
-    """A contestant's result is wrong; the text says by how much."""
+    """Raised if a contestant's result is wrong; the text says by how much. The contestant is left out, or, if it is
+    required, the run ends.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """One who competes.
+    """An implementation that is timed against others.
 
     Attributes:
-        build: prepares weights, compiles and tunes; returns the call that is timed, a function of its number.
-        error: of a call's result, relative; None: it computes something else, such as a copy of as many bytes.
+        build: prepares weights, compiles and tunes; returns the call that is timed, a function of the call's
+            number.
+        error: returns a result's relative error; None: nothing is compared, as for a copy of as many bytes.
         bound: the largest error that rounding explains.
-        required: one of ours, who may not be left out, `unless` it raises one of these.
+        required: one of ours; if it fails, the run ends, except for exceptions of the types in `unless`.
     """
 
     name: str
@@ -57,11 +60,12 @@ def or_left_out(
     unless: tuple[type[Exception], ...] = (),
     noting: tuple[dict[str, str], str] | None = None,
 ) -> Iterator[None]:
-    """Warn that a contestant is left out if the block raises, whatever a foreign package raises; it must not cost the
-    run.
+    """Turn any exception of the block into a warning that contestant `who` is left out: a foreign package must not cost
+    the run.
 
     Args:
-        noting: where the reason is kept, and under which name.
+        required: exceptions propagate, except those of the types in `unless`.
+        noting: a dict that keeps the reason, and the key to keep it under.
     """
     try:
         yield
@@ -77,7 +81,9 @@ def or_left_out(
 
 
 class Admitted(NamedTuple):
-    """Contestants that are timed: calls and errors by name; and why the others are not."""
+    """The outcome of the checks before timing: calls and errors of the contestants to be timed, by name, and why the
+    others are left out.
+    """
 
     calls: dict[str, Call]
     errors: dict[str, float]
@@ -85,7 +91,9 @@ class Admitted(NamedTuple):
 
 
 def _error(one: Contestant, call: Call) -> float | None:
-    """The error of a call's result, which is freed with this function; None if nothing is compared."""
+    """Return the error of a call's result, which is freed with this function; None if nothing is compared. Raises Wrong
+    if the error exceeds the contestant's bound.
+    """
     result = call(0)
     error = one.error(result) if one.error else None
     if error is not None and not error <= one.bound:
@@ -94,7 +102,9 @@ def _error(one: Contestant, call: Call) -> float | None:
 
 
 def admitted(where: str, contestants: Iterable[Contestant]) -> Admitted:
-    """Build everybody and compare a result of each. Who fails or is wrong is not timed: its time would say nothing."""
+    """Build every contestant and check one result of each. A contestant that fails or is wrong is not timed: its time
+    would say nothing.
+    """
     found = Admitted({}, {}, {})
     for one in contestants:
         with or_left_out(f"{where}: {one.name}", one.required, one.unless, (found.left_out, one.name)):
@@ -116,10 +126,10 @@ def contest(
     min_rounds: int = MIN_ROUNDS,
     **fields: Any,
 ) -> Record:
-    """Return the record of a contest in device time: check everybody, then let them take turns.
+    """Return the record of a contest in device time: check every contestant, then time the admitted ones in turns.
 
     Args:
-        sizes: each expert's rows, where the routing matters.
+        sizes: each expert's rows, if the routing matters.
         where: the contest's name in warnings, after the case's.
         enqueue_us: more than the host needs to enqueue one call of the slowest contestant.
     """
@@ -129,7 +139,9 @@ def contest(
 
 
 def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) -> Callable[[Options], list[Record]]:
-    """Return the function of a suite: the records of each case, which `measure` makes in its share of the budget."""
+    """Return a suite's run function: it calls `measure` with each case and an equal share of the budget, and returns
+    all records.
+    """
 
     def run(options: Options) -> list[Record]:
         cases = cases_of(suite, options.case)
@@ -139,7 +151,7 @@ def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) ->
 
 
 def numbered(call: Callable[[], object]) -> Call:
-    """Return a call that takes its number, and does the same at each."""
+    """Return `call` as a function of a call's number, which it ignores."""
     return lambda number: call()
 
 
@@ -161,7 +173,7 @@ def of_calls(
 
 
 def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:
-    """Return a call that takes its number, on one set of tensors after the other."""
+    """Return a function of a call's number that runs `call` on each of the sets of tensors in turn."""
     return lambda number: call(sets[number % len(sets)])
 
 
@@ -171,13 +183,15 @@ def listed(value: Any) -> Results:
 
 @torch.no_grad()
 def relative_error(got: Any, wanted: Any) -> float:
-    """The largest over the tensors, by Frobenius norms; NaN where one is NaN."""
+    """Return the largest relative error among the tensors, by Frobenius norms; NaN if one of them is NaN."""
     errors = [_relative_error(a, b) for a, b in zip(listed(got), listed(wanted), strict=True)]
     return max(errors, key=lambda error: (error != error, error))
 
 
 def _relative_error(got: Tensor, wanted: Tensor) -> float:
-    """A part after the other: in float32, a model's weights would not fit beside their gradients."""
+    """Return one tensor's relative error, added up over chunks: converted to float32 at once, a model's weights would
+    not fit beside their gradients.
+    """
     size = max(PART_ELEMENTS // max(wanted[:1].numel(), 1), 1)
     parts = list(zip(got.split(size), wanted.split(size), strict=True))
     difference = math.hypot(*(float((a.float() - b.float()).norm()) for a, b in parts))
@@ -186,12 +200,12 @@ def _relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def as_times(times: Mapping[str, Summary]) -> dict[str, Any]:
-    """Return summaries as a record has them."""
+    """Return times as a record holds them: a dict of each summary's fields, by contestant."""
     return {name: dataclasses.asdict(summary) for name, summary in times.items()}
 
 
 def make_record(case: Any, times: Mapping[str, Summary], sizes: Sequence[int] = (), **fields: Any) -> Record:
-    """Return the record of a contest."""
+    """Return the record of a contest: its case, the skew of `sizes` if given, further fields, and times."""
     shared = {"case": dataclasses.asdict(case), **(routed(list(sizes)) if sizes else {})}
     return {**shared, **fields, "times": as_times(times)}
 

@@ -1,8 +1,10 @@
-"""A layer's data: tokens, a router whose loads are skewed as wanted, and experts; what its results are held to; and its
-contestants: ours, ours around torch, torch, and other packages' where they can be imported.
+"""Data and contestants of a whole layer.
 
-All contestants begin with the same router GEMM by torch. Its 16-bit logits decide who is chosen, so tokens are drawn
-until the best and the others lie apart: whoever chooses otherwise is wrong, not unlucky.
+The data are tokens, a router with the skew that the case asks for, and experts; `expected` is what results are compared
+with. The contestants are our layer, our MLP with torch around it, torch alone, and other packages that can be imported.
+
+All contestants begin with the same router GEMM by torch. Its 16-bit logits decide which experts are chosen, so tokens
+are redrawn until the K best logits and the others lie apart: a contestant that chooses otherwise is wrong, not unlucky.
 
 SonicMoE: names and arguments of sonic-moe 0.1.2 on quack-kernels 0.3.11, which ask for nvidia-cutlass-dsl 4.4.2. Its
 own tuner is switched off: it takes minutes for each shape, and the default configuration needs none. The first calls
@@ -32,20 +34,23 @@ from .contest import Contestant, Results, or_left_out, relative_error, rotating
 from .mlp import CONCAT, INTERLEAVED, LINEAR_FIRST, TOKENS, normals, swiglu, weights_of
 from .routing import logit_offsets
 
-GAP = 2.0**-5  # of a token's K-th logit to the next: two steps of bfloat16 between 2 and 4
-REDRAWS = 100  # of what is closer, some 40 % of the tokens left each time
+GAP = 2.0**-5  # least distance of a token's K-th logit to the next: two steps of bfloat16 between 2 and 4
+REDRAWS = 100  # most draws of tokens that are closer; each leaves some 40 % of them
 FLOOR, SORTED, TORCH = "MLP alone", "sorted by torch", "torch"
 SONIC, FLASHINFER = "SonicMoE", "FlashInfer"
 SONIC_GEMMS = {"forward": ("gemm", "gemm_gated"), "backward": ("gemm", "gemm_dgated")}
 FLASHINFER_MODULE = "flashinfer.fused_moe.cute_dsl.sm90_fused_moe"
 MAX_RELATIVE_ERROR = 0.03  # results round to 16 bits four times in a row, each about 0.004; atomics add K times
-WEIGHTS = slice(3, 5)  # of a training's results
+WEIGHTS = slice(3, 5)  # places of the weights' gradients in a training's results
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Tokens, x [N,H] and the gradient of their results d_y [N,H]; and the same as sorted rows, for the MLP alone:
-    rows and d_rows [T,H], offs int32 [E], weights float32 [T], token int64 [T]. x, rows and weights are leaves.
+    """Tokens x [N,H] and the gradient of their results d_y [N,H]; and the same as rows sorted by expert, for the MLP
+    alone.
+
+    The sorted rows: rows and d_rows [T,H], offs int32 [E], weights float32 [T], token int64 [T], each row's token. x,
+    rows and weights are autograd leaves.
     """
 
     x: Tensor
@@ -59,7 +64,9 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class LayerData:
-    """A layer, leaves router [E,H], w1 [E,2I,H] and w2 [E,H,I], with its batches, which take turns in decoding."""
+    """A layer, whose router [E,H], w1 [E,2I,H] and w2 [E,H,I] are autograd leaves, and its batches: in decoding
+    several, which take turns.
+    """
 
     case: LayerCase
     router: Tensor
@@ -69,15 +76,17 @@ class LayerData:
 
     @property
     def loads(self) -> list[int]:
-        """Rows of each expert, of the first batch."""
+        """Return the number of rows of each expert in the first batch."""
         offs = self.batches[0].offs
         loads: list[int] = offs.diff(prepend=offs.new_zeros(1)).tolist()
         return loads
 
 
 def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Weights and experts [N,K]: softmax over all in at least float32, the k best, divided by their sum. A single one
-    keeps its probability: divided by itself, it would be 1 and train no router.
+    """Return the chosen experts and their weights, both [N,K]: softmax over all logits in at least float32, the k best,
+    divided by their sum.
+
+    With k = 1 the weight stays the probability: divided by itself, it would be 1 and train no router.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     weights, ids = wide.softmax(-1).topk(k)
@@ -85,14 +94,16 @@ def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sort_choices(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Choices in the order of experts, and where each expert's end."""
+    """Return the choices in the order of their experts, and where each expert's choices end (offs)."""
     sorted_ids, order = ids.reshape(-1).sort(stable=True)
     bounds = torch.arange(experts, device=ids.device)
     return order, torch.searchsorted(sorted_ids, bounds, right=True, out_int32=True)
 
 
 def _draw_tokens(case: LayerCase, router: Tensor, random: Callable[..., Tensor]) -> Tensor:
-    """x [N,H] whose choices no rounding changes. The first feature is 1: the router's column of it is an offset."""
+    """Return x [N,H] whose choices do not depend on rounding. The first feature is 1, so that the router's first column
+    is an offset of the logits.
+    """
     x = random(case.tokens, case.hidden)
     x[:, 0] = 1
     if case.experts == case.top_k:
@@ -127,8 +138,10 @@ def make_layer(case: LayerCase, device: str = "cuda") -> LayerData:
 
 @torch.enable_grad()
 def expected(d: LayerData, op: str, glu_layout: str = CONCAT) -> Results:
-    """In float64, one expert after the other: y, and of TRAIN the gradients of x, router, w1 and w2. The latter two are
-    rounded to their dtype, for room.
+    """Return the reference's results in float64, computed one expert after the other: y, and for TRAIN the gradients of
+    x, router, w1 and w2.
+
+    The gradients of w1 and w2 are rounded to the weights' dtype, to save memory.
     """
     b, k, trains = d.batches[0], d.case.top_k, op == TRAIN
     logits = F.linear(b.x, d.router).detach().double().requires_grad_()
@@ -168,8 +181,8 @@ Forward = Callable[[LayerData, Batch], Tensor]
 class Layer:
     """A function from the layer and a batch of tokens to their results; its gradients are autograd's.
 
-    on_rows: an MLP of sorted rows, without router and sums. kept_whole: of experts without rows, weights' gradients
-    are zero, which peers may leave unwritten.
+    on_rows: it is an MLP of sorted rows, without router and combine. kept_whole: it writes zeros as the weight
+    gradients of experts without rows, which peers may leave unwritten.
     """
 
     name: str
@@ -184,7 +197,7 @@ class Layer:
             return (self.forward(d, b),)
 
     def train(self, d: LayerData, b: Batch) -> Results:
-        """The result, and the gradients of the leaves."""
+        """Return the result, and the gradients of the leaves."""
         leaves = (b.rows, b.weights, d.w1, d.w2) if self.on_rows else (b.x, d.router, d.w1, d.w2)
         with torch.enable_grad():
             y = self.forward(d, b)
@@ -194,8 +207,8 @@ class Layer:
         return partial(self.train if op == TRAIN else self.infer, d)
 
     def error(self, got: Results, d: LayerData, wanted: Callable[[str], Results]) -> float:
-        """The largest relative error of results on the first batch. Of sorted rows, their sums and the weights'
-        gradients are compared.
+        """Return the largest relative error of results on the first batch. For a contestant on sorted rows, the sums of
+        each token's rows and the weights' gradients are compared.
         """
         b, right = d.batches[0], wanted(self.glu_layout)
         if self.on_rows:
@@ -208,7 +221,7 @@ class Layer:
 
 
 def contestants(d: LayerData, op: str, layers: Sequence[Layer]) -> Iterator[Contestant]:
-    """Contestants that compute FORWARD or TRAIN, on the batches in turn."""
+    """Yield the contestants that compute FORWARD or TRAIN, each on the batches in turn."""
 
     @functools.lru_cache(maxsize=1)  # one at a time, for room
     def wanted(glu_layout: str) -> Results:
@@ -230,7 +243,7 @@ def _mlp_alone(d: LayerData, b: Batch) -> Tensor:
 
 
 def _sorted(d: LayerData, b: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows in the order of experts, their weights, where each expert's end, and the choices of the rows."""
+    """Return rows sorted by expert, their weights, where each expert's rows end (offs), and each row's choice."""
     weights, ids = choose(F.linear(b.x, d.router), d.case.top_k)
     order, offs = sort_choices(ids, d.case.experts)
     rows = b.x.index_select(0, order // d.case.top_k)
@@ -238,14 +251,16 @@ def _sorted(d: LayerData, b: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _sorted_by_torch(d: LayerData, b: Batch) -> Tensor:
-    """Our MLP, and all around it by torch."""
+    """Compute the layer with our MLP; torch sorts rows before it and adds them up after it."""
     rows, scale, offs, order = _sorted(d, b)
     y = glulam.grouped_mlp(rows, d.w1, d.w2, offs=offs, row_scale=scale)
     return torch.zeros_like(b.x).index_add(0, order // d.case.top_k, y)
 
 
 def _torch(d: LayerData, b: Batch) -> Tensor:
-    """No kernel of ours: torch's grouped GEMM, silu and a product, weights on the result, rows put back and added."""
+    """Compute the layer with torch alone: grouped GEMM, silu and a product, weights on the result, rows put back in
+    order and added.
+    """
     rows, scale, offs, order = _sorted(d, b)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -294,7 +309,9 @@ PACKAGES: dict[str, Callable[[], Layer]] = {"sonicmoe": _sonic, "flashinfer": _f
 
 
 def layers() -> list[Layer]:
-    """Ours first; peers that are installed and can be imported: a warning says why one of them cannot."""
+    """Return the contestants, ours first, then peers that are installed; warn of an installed peer that cannot be
+    imported.
+    """
     found = [
         Layer(OURS, _ours, kept_whole=True),
         Layer(FLOOR, _mlp_alone, on_rows=True, kept_whole=True),

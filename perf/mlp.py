@@ -29,7 +29,7 @@ from .targets import TORCH
 
 ROTATION_BYTES = 2**30  # 17 times the L2 of an H200
 MAX_COPIES = 8
-TOKENS = 16  # that take turns, where a case is one token: an expert leaves L2 before it is read again
+TOKENS = 16  # take turns if a case is one token: an expert leaves L2 before it is read again
 CONCAT, INTERLEAVED, LINEAR_FIRST = "concat", "interleaved", "interleaved32, linear first"
 FORWARD_ERROR = 0.02  # two BF16 roundings differ by about 0.004; a wrong group or layout by about 1
 BACKWARD_ERROR = 0.03  # a backward rounds to 16 bits three times in a row
@@ -58,8 +58,10 @@ class Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class Training(Buffers):
-    """A layer in training. x, w1, w2 and row_scale float32 [T] are leaves; dy [T,H], and preact and dpreact [T,2I],
-    which stand between kernels, are constants.
+    """The tensors of a layer in training.
+
+    x, w1, w2 and row_scale float32 [T] are autograd leaves. dy [T,H], and preact and dpreact [T,2I], which pass between
+    kernels, are constants.
     """
 
     row_scale: Tensor
@@ -68,7 +70,7 @@ class Training(Buffers):
     dpreact: Tensor
 
     def factors(self, op: str) -> tuple[Tensor, Tensor]:
-        """dy and x of a weight gradient dy^T x, "dw1" or "dw2"."""
+        """Return the factors dy and x of the weight gradient dy^T x that `op`, "dw1" or "dw2", computes."""
         return (self.dpreact, self.x) if op == "dw1" else (self.dy, self.mid)
 
     @property
@@ -81,13 +83,13 @@ class Training(Buffers):
 
 
 def offsets(sizes: list[int], device: str) -> tuple[Tensor, Tensor]:
-    """The groups' ends, int32 [E], and the same with a leading 0."""
+    """Return the groups' ends (offs), int32 [E], and the same with a leading 0, int32 [E+1]."""
     starts = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
     return starts[1:].clone(), starts
 
 
 def normals(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Tensor]:
-    """Return a function of a shape and a scale, 1 if not given, to normal random tensors of that scale."""
+    """Return a function `random(*shape, scale=1.0)` that draws a normal random tensor of that scale."""
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         made = torch.empty(shape, dtype=dtype, device=generator.device)
@@ -110,13 +112,17 @@ def _buffers(case: Case, random: Callable[..., Tensor], device: str) -> Buffers:
 
 
 def copies_needed(size_bytes: int) -> int:
-    """Sets of tensors of which a call reads ROTATION_BYTES before it reads a byte again."""
+    """Return how many sets of tensors must take turns so that a call reads ROTATION_BYTES before it reads a byte
+    again.
+    """
     return min(max(math.ceil(ROTATION_BYTES / size_bytes), 1), MAX_COPIES)
 
 
 def make_buffers(case: Case, device: str = "cuda") -> list[Buffers]:
-    """The case's tensors, normal random, the same for the same case and seed; as many sets as keep repeated calls out
-    of L2. A case of one token has the same layer for one token after the other, each with experts of its own.
+    """Return the case's tensors, normal random, the same for the same case and seed; as many sets as keep repeated
+    calls out of L2.
+
+    A case of one token has the same layer for TOKENS tokens in turn, each with experts of its own.
     """
     random = normals(torch.Generator(device).manual_seed(case.seed))
     if not case.routing.startswith("token"):
@@ -129,7 +135,7 @@ def make_buffers(case: Case, device: str = "cuda") -> list[Buffers]:
 
 
 def make_training(case: Case, device: str = "cuda") -> Training:
-    """Tensors of a case in training. One set: a call moves far more than L2 holds."""
+    """Return the case's tensors in training. One set is enough: a call moves far more than L2 holds."""
     generator = torch.Generator(device).manual_seed(case.seed)
     random = normals(generator)
     b, row_scale = _buffers(case, random, device), torch.empty(case.rows, device=device)
@@ -143,7 +149,7 @@ def make_training(case: Case, device: str = "cuda") -> Training:
 
 
 def halves(h: Tensor, glu_layout: str = CONCAT) -> Sequence[Tensor]:
-    """The activated and the linear half of a preactivation."""
+    """Return the activated and the linear half of a preactivation."""
     if glu_layout == INTERLEAVED:
         return h[:, 0::2], h[:, 1::2]
     if glu_layout == LINEAR_FIRST:
@@ -180,12 +186,14 @@ def _dense_mlp(b: Any) -> Tensor:
 
 
 def _scaled_swiglu(preact: Tensor, row_scale: Tensor, glu_layout: str = CONCAT) -> Tensor:
-    """In 16 bits throughout, torch's fastest: a float32 scale would make the activation float32."""
+    """Return SwiGLU times the row scale, in 16 bits throughout, torch's fastest: a float32 scale would make the
+    activation float32.
+    """
     return swiglu(preact, glu_layout) * row_scale.to(preact.dtype)[:, None]
 
 
 def _torch_dglu(d: Training, glu_layout: str = CONCAT) -> Results:
-    """dpreact, act and the gradient of row_scale, by autograd from dy w2_e on."""
+    """Return dpreact, act and the gradient of row_scale: the product dy w2_e by torch, and autograd from there on."""
     preact, scale = d.preact.detach().requires_grad_(), d.row_scale.detach().requires_grad_()
     with torch.enable_grad():
         act = _scaled_swiglu(preact, scale, glu_layout)
@@ -200,7 +208,7 @@ def _torch_wgrad(d: Training, op: str) -> Tensor:
 
 
 def _wgrad_of_each_expert(d: Training, op: str) -> Tensor:
-    """One torch.mm an expert; of no rows, zeros."""
+    """Return a weight gradient [E, ., .], by one torch.mm for each expert; zeros for an expert without rows."""
     dy, x = (factor.split(d.sizes) for factor in d.factors(op))
     return torch.stack([torch.mm(a.mT, b) for a, b in zip(dy, x, strict=True)])
 
@@ -215,7 +223,7 @@ def _dense_wgrad(d: Training, op: str) -> Tensor:
 
 
 def _trained(d: Training, forward: Callable[[Training], Tensor]) -> Results:
-    """y and the gradients of the leaves."""
+    """Run a forward and its backward; return y and the gradients of the leaves."""
     d.forget_gradients()
     with torch.enable_grad():
         y = forward(d)
@@ -264,7 +272,7 @@ OPERATIONS: dict[str, dict[str, Compute]] = {
 
 
 def expected(b: Any, op: str, glu_layout: str = CONCAT) -> Results:
-    """torch's results."""
+    """Return torch's results, which the others are compared with."""
     if op in ("dw1", "dw2"):
         return (_wgrad_of_each_expert(b, op),)
     by_layout = {"fc1": torch_fc1, "mlp": torch_mlp, "dglu": _torch_dglu}
@@ -273,7 +281,9 @@ def expected(b: Any, op: str, glu_layout: str = CONCAT) -> Results:
 
 
 def _with_zeros(b: Any, op: str, results: Results) -> Results:
-    """Results with zero weight gradients for experts without rows, which peers may leave unwritten."""
+    """Zero, in place, the weight gradients of experts without rows, which peers may leave unwritten; return the
+    results.
+    """
     places = {LAYER: slice(2, 4), "dw1": slice(0, 1), "dw2": slice(0, 1)}.get(op, slice(0))
     empty = [expert for expert, size in enumerate(b.sizes) if not size] if results[places] else []
     for weight_gradient in results[places] if empty else ():
@@ -282,11 +292,12 @@ def _with_zeros(b: Any, op: str, results: Results) -> Results:
 
 
 def contestants(op: str, sets: Sequence[Any], quack: Any = None, has_dense: bool = True) -> Iterator[Contestant]:
-    """Contestants that compute an operation on sets of tensors, ours first.
+    """Yield the contestants that compute an operation on sets of tensors, ours first.
 
     Args:
         quack: a `quack.Quack`, or None.
-        has_dense: not in decoding, where weights are all that counts: "dense" reads one expert's only.
+        has_dense: include "dense". False in decoding, where reading weights takes the time and "dense" reads one
+            expert's only.
     """
     wanted = functools.cache(lambda glu_layout: expected(sets[0], op, glu_layout))
 

@@ -1,4 +1,4 @@
-"""Choices of a user about a run, each with its flag and the suites that read it."""
+"""The user's choices for a run, each with its flag and the suites that read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPS = (*QUACK[:-1], "layer", "fp8", "serving", *BUNDLES)
 
 
 def _choice(default: Any, flag: str, about: str, suites: Sequence[str] = (), **more: Any) -> Any:
-    """suites: that read it; all where none is named."""
+    """Return the dataclass field of a choice. suites: those that read it; if none is named, all do."""
     return dataclasses.field(default=default, metadata={"flag": flag, "help": about, "suites": suites, **more})
 
 
@@ -29,7 +29,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Choices of a run. Empty tuples mean all operations, the suite's routings, the cases' rows, the usual bundle."""
+    """The user's choices for a run. An empty tuple means: all operations, the suite's routings, the cases' own rows,
+    the usual bundle.
+    """
 
     budget_s: float = _choice(40.0, "--budget", "seconds of sampling for the whole suite (40.0)", type=float)
     case: str | None = _choice(None, "--case", "the case of this name, or whose name, sizes or routing contain it")
@@ -61,13 +63,13 @@ def add_flags(parser: argparse.ArgumentParser, suite: str) -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> Options:
-    """Return what the command line says, and defaults for the other choices."""
+    """Return the choices on the command line, with defaults for the others."""
     names = {field.name for field in dataclasses.fields(Options)}
     return Options(**{name: value for name, value in vars(arguments).items() if name in names})
 
 
 def command_line(suite: str, options: Options) -> str:
-    """The command that measures this again, less what says only where the result goes."""
+    """Return the command that repeats this measurement, without flags that only say where the result goes."""
     words = ["python", "-m", "perf", suite]
     for field in dataclasses.fields(Options):
         value = getattr(options, field.name)
@@ -80,7 +82,9 @@ def command_line(suite: str, options: Options) -> str:
 
 
 def select_ops(known: Sequence[str], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The operations wanted, in their known order; all where none is named. Raises ValueError on an unknown one."""
+    """Return the operations wanted, in the order of `known`; all if none is named. Raises ValueError on an unknown
+    one.
+    """
     if unknown := [op for op in wanted if op not in known]:
         raise ValueError(f"--op {unknown[0]!r} is not known here; choose among: {', '.join(known)}")
     return tuple(op for op in known if op in wanted or not wanted)

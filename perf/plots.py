@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SETTINGS = {"svg.hashsalt": "glulam", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True, "grid.alpha": 0.3}
 TORCH = "#d1495b"  # in any of its ways
 COLOURS = {"QuACK": "#e6a700", "BF16": "#7a7a7a"}
-BAR = 0.8  # of the distance between two lines, all bars of a line together
+BAR = 0.8  # height of all bars of a line together, over the distance between two lines
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -70,7 +70,7 @@ def draw_curves(result: Result) -> Figure:
 
 
 def smoothed(losses: list[float], window: int) -> list[float]:
-    """For each step the mean of the last `window` losses, of fewer at the start."""
+    """Return for each step the mean of the last `window` losses; at the start, of as many as there are."""
     spans = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
     return [sum(span) / len(span) for span in spans]
 

@@ -38,7 +38,9 @@ Run = Callable[[Config, int], object]  # a configuration, and the number of the 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A choice: configurations timed, those that failed or were not ready, and the winner."""
+    """The record of one choice of a configuration: the winner, and how many configurations were timed, and failed or
+    were not ready.
+    """
 
     config: str
     timed: int
@@ -47,8 +49,8 @@ class Tuning:
 
 
 def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float]) -> list[int]:
-    """Which configurations run; all compile in QuACK's worker processes side by side. Raises RuntimeError where none
-    does.
+    """Return the indices of the configurations that run; all compile side by side in QuACK's worker processes. Raises
+    RuntimeError if none runs.
     """
     failure: Exception | str = f"nothing compiled within {COMPILE_S:.0f} s"
     deadline = clock() + COMPILE_S
@@ -72,7 +74,9 @@ def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], 
 def fastest(
     run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Config, Tuning]:
-    """The configuration with the least median time. Raises RuntimeError where none runs."""
+    """Return the configuration with the least median time, and the record of the choice. Raises RuntimeError if none
+    runs.
+    """
     started = clock()
     ready = _ready(run, configs, cache, clock)
     calls = {str(number): partial(run, configs[number]) for number in ready}
@@ -82,10 +86,10 @@ def fastest(
 
 
 class Quack:
-    """A contestant of the forward and of the backward's kernels, on `mlp.Buffers` and `mlp.Training`.
+    """QuACK as a contestant of the forward's and the backward's kernels, on `mlp.Buffers` and `mlp.Training`.
 
-    mode: "tuned" takes the configuration that was fastest on the first tensors of a shape, "retuned" of these tensors,
-    "default" QuACK's own.
+    mode: "tuned" takes the configuration that was fastest on the first tensors of a shape, "retuned" the one that is
+    fastest on these tensors, "default" QuACK's own.
     """
 
     def __init__(self, mode: str) -> None:
@@ -98,7 +102,9 @@ class Quack:
 
     @staticmethod
     def _spaces() -> dict[str, list[Config]]:
-        """QuACK's own candidates of each kernel. Kept, since QuACK remembers a configuration by its identity."""
+        """Return QuACK's own candidate configurations of each kernel. They are kept, since QuACK identifies a
+        configuration by object identity.
+        """
         known: Any = importlib.import_module("quack.gemm_config")
         major = torch.cuda.get_device_capability()[0]
         gated = [c for c in known.get_all_configs(epilogue="gated") if c.device_capacity == major]
@@ -107,7 +113,9 @@ class Quack:
         return {"fc1": gated, "fc2": rows, "dglu": gated, "dgrad": rows, "dw1": plain, "dw2": plain}
 
     def _choice(self, kernel: str, sets: Sequence[Any]) -> tuple[Config, Tuning | None]:
-        """The configuration of a kernel on these tensors, and how it was chosen."""
+        """Return the configuration of a kernel on these tensors, and the record of its choice; None and None in a mode
+        without tuning.
+        """
         if self.mode not in TUNED_MODES:
             return None, None
         b = sets[0]
@@ -122,13 +130,13 @@ class Quack:
         return self.kept[key]
 
     def tunings(self, op: str, sets: Sequence[Any]) -> dict[str, Any]:
-        """Return what was chosen for an operation, by kernel; empty if nothing was tuned."""
+        """Return the records of the choices made for an operation, by kernel; empty if nothing was tuned."""
         kernels = ("fc1", "fc2") if op == "mlp" else (op,)
         chosen = {kernel: self._choice(kernel, sets)[1] for kernel in kernels}
         return {kernel: dataclasses.asdict(tuning) for kernel, tuning in chosen.items() if tuning}
 
     def prepared(self, op: str, sets: Sequence[Any]) -> Callable[[Any], Any]:
-        """Tune what an operation calls; return it as a function of one set of tensors."""
+        """Tune the kernels of an operation; return the operation as a function of one set of tensors."""
         if op != "mlp":
             config, _ = self._choice(op, sets)
             return lambda b: self._run(op, b, config)
@@ -136,7 +144,9 @@ class Quack:
         return lambda b: self._rows(self._run("fc1", b, first), b.w2.mT, b, b.y, second)
 
     def _run(self, kernel: str, b: Any, config: Config) -> Any:
-        """Call a kernel. QuACK's gated layout is interleaved; weights are views [E, contracted, free] of any layout."""
+        """Call a kernel and return its result. QuACK's gated layout is interleaved; weights are views [E, contracted,
+        free] of any strides.
+        """
         if kernel == "fc1":
             self.api.gemm_gated(
                 b.x, b.w1.mT, activation="swiglu", postact_out=b.act, store_preact=False, cu_seqlens_m=b.starts,
@@ -160,13 +170,15 @@ class Quack:
         return dw
 
     def _rows(self, x: Tensor, w: Tensor, b: Any, y: Tensor, config: Config) -> Tensor:
-        """y [T,N] = x w_e; w [E,K,N]."""
+        """Compute y [T,N] = x w_e for the rows of each expert e; w is [E,K,N]."""
         self.api.gemm_tuned.fn(x, w, y, cu_seqlens_m=b.starts, config=config)
         return y
 
 
 def find_quack(mode: str) -> Quack | None:
-    """QuACK in one of `options.QUACK_MODES`; None if it is "off", absent, or does not run beside ours."""
+    """Return QuACK in one of `options.QUACK_MODES`; None if the mode is "off", or if QuACK is not installed, fails or
+    is wrong on a tiny case.
+    """
     if mode != "off" and quack_version() is not None:
         with or_left_out("QuACK"):
             (b, *_) = sets = make_buffers(TINY)

@@ -1,8 +1,9 @@
 """Weights in a recipe's format, and the MLP by each recipe and by torch's FP8 grouped GEMM, unfused.
 
-torch._scaled_grouped_mm has one float32 scale for each row of both operands: coarser than MXFP8, and nothing to
-promote. To make the same result it is given an input that is quantised, an activation, and its quantisation. These are
-one compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch gets.
+torch._scaled_grouped_mm has one float32 scale for each row of both operands: coarser than MXFP8, and no partial sums to
+promote. To compute the same MLP, torch also quantises the input, and activates and quantises between the GEMMs. Both
+are one compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch
+gets.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def quantised(name: str, w: Tensor, is_gate: bool = False) -> tuple[Any, Any]:
 
 
 def compiled(what: str, function: Callable[..., Any], *example: Tensor) -> Callable[..., Any]:
-    """A function by torch.compile, or as it is where that does not work here."""
+    """Return a function compiled by torch.compile; if compiling fails here, warn and return the function itself."""
     made: Callable[..., Any] = torch.compile(function, dynamic=False)
     try:
         made(*example)
@@ -60,12 +61,14 @@ def compiled(what: str, function: Callable[..., Any], *example: Tensor) -> Calla
 
 
 def dequantising(w: Any) -> Callable[[], Tensor]:
-    """A weight in 16 bits, by one kernel where torch.compile works: it reads the format's bytes and writes 16 bits."""
+    """Return a function that dequantises w to 16 bits, by one kernel where torch.compile works: it reads the format's
+    bytes and writes 16 bits an element.
+    """
     return compiled("dequantising", lambda: w.dequantize(torch.bfloat16))
 
 
 def _recipe(name: Any, sets: Sequence[Buffers]) -> Mlp:
-    """grouped_mlp on weights that were prepared before, as a server holds them."""
+    """Return grouped_mlp by a recipe on weights prepared beforehand, as a server holds them."""
     if name == BF16:
         return our_mlp
     form = FORMS[name]
@@ -78,19 +81,19 @@ def _recipe(name: Any, sets: Sequence[Buffers]) -> Mlp:
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, C] to E4M3 with a float32 scale a row."""
+    """Quantise [T, C] to E4M3; return the elements and a float32 scale for each row."""
     wide = x.float()
     scale = wide.abs().amax(dim=1).clamp(min=1e-12) / E4M3_MAX
     return (wide / scale[:, None]).to(E4M3), scale
 
 
 def _swiglu_rows(h: Tensor) -> tuple[Tensor, Tensor]:
-    """SwiGLU of [T, 2I], and its quantisation."""
+    """Apply SwiGLU to [T, 2I] and quantise the result; return elements and scales."""
     return quantise_rows(swiglu(h.float()))
 
 
 def _fp8_weight(w: Tensor) -> tuple[Tensor, Tensor]:
-    """[E, N, K] as the second operand, [E, K, N] along its columns, and scales [E, N]."""
+    """Quantise a weight [E, N, K] for the second operand: return [E, K, N], a transposed view, and scales [E, N]."""
     data, scale = torch.empty(w.shape, dtype=E4M3, device=w.device), torch.empty(w.shape[:2], device=w.device)
     for expert, one in enumerate(w):
         data[expert], scale[expert] = quantise_rows(one)
@@ -117,17 +120,19 @@ def _torch_fp8(sets: Sequence[Buffers]) -> Mlp:
 
 
 def mlp_by(name: str, sets: Sequence[Buffers]) -> Mlp:
-    """The MLP by a contestant's name on these sets of tensors, its weights prepared."""
+    """Return a contestant's MLP by its name, with the weights of these sets of tensors prepared."""
     return _torch_fp8(sets) if name == TORCH_FP8 else _recipe(name, sets)
 
 
 def error(result: Tensor, b: Buffers) -> float:
-    """Relative error against torch in BF16."""
+    """Return the relative error against torch in BF16."""
     return relative_error(result, torch_mlp(b))
 
 
 def contestants(names: Sequence[str], sets: Sequence[Buffers]) -> Iterator[Contestant]:
-    """A peer that fails or is wrong, and a recipe that the bundle lacks, may be left out; a recipe may not be wrong."""
+    """Yield the contestants. torch's FP8 may fail or be wrong, and is then left out; a recipe is left out only if the
+    bundle lacks it.
+    """
     for name in names:
         yield Contestant(
             name, lambda name=name: rotating(mlp_by(name, sets), sets), partial(error, b=sets[0]),  # type: ignore[misc]

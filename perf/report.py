@@ -1,4 +1,5 @@
-"""perf/results/README.md, the overview's plot beside it, and the overview in the main README, from the result files.
+"""Write the report from the result files: perf/results/README.md, the overview's plot beside it, and the overview in
+the main README.
 
 The overview has six rows: prefill, decode, MXFP8, training and the host's share of one model's layer, and mHC.
 """
@@ -40,7 +41,9 @@ of two sections, as of an H100 and an H200, are not to be compared where these d
 
 
 class Line(NamedTuple):
-    """A case's name, our median in us, the rate, and by peer its time over ours: in this case, then in all."""
+    """A row of the overview: the case's name, our median in us, the rate, and for each peer its time over ours, in this
+    case first, then in all.
+    """
 
     what: str
     us: float
@@ -49,7 +52,7 @@ class Line(NamedTuple):
 
 
 def _against(shown: Record, records: list[Record], ours: str, names: dict[str, str]) -> dict[str, list[float]]:
-    """Return by a peer's title its time over ours: in `shown`, then in every record that has both."""
+    """Return, by peer's title, its time over ours: in `shown` first, then in every record that has both times."""
     return {
         title: [found for record in (shown, *records) if (found := ratio(record, name, ours)) is not None]
         for name, title in names.items()
@@ -58,7 +61,7 @@ def _against(shown: Record, records: list[Record], ours: str, names: dict[str, s
 
 
 def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, result: Result) -> Line | None:
-    """The line of one case of an operation; None where it was not measured."""
+    """Return the overview's row of one case of an operation; None if the case was not measured."""
     records = [record for record in result["records"] if record.get("op") == op and ours in record["times"]]
     for record in records:
         if (record["case"]["name"], record["case"]["routing"]) == (case, ROUTING):
@@ -98,13 +101,13 @@ LINES: dict[str, Callable[[Result], Line | None]] = {
 
 
 def shown_gpu(results: list[Result]) -> str:
-    """The GPU that most of these suites were measured on; empty where none was."""
+    """Return the GPU that most of the overview's suites were measured on; "" if none was measured."""
     counted = collections.Counter(result["stamp"]["gpu"] for result in results if result["suite"] in LINES)
     return counted.most_common(1)[0][0] if counted else ""
 
 
 def overview(results: list[Result]) -> list[Line]:
-    """A line for each suite of LINES that was measured on that GPU."""
+    """Return a row for each suite of LINES that was measured on the GPU that is shown."""
     gpu = shown_gpu(results)
     by_suite = {result["suite"]: result for result in results if result["stamp"]["gpu"] == gpu}
     lines = (line(by_suite[suite]) for suite, line in LINES.items() if suite in by_suite)
@@ -126,13 +129,13 @@ def overview_table(lines: list[Line]) -> Table:
 
 
 def markdown_table(table: Table) -> str:
-    """A table as GitHub Markdown: first column left, the others right."""
+    """Return a table as GitHub Markdown: first column left-aligned, the others right-aligned."""
     rule = ("---", *("---:" for _ in table.header[1:]))
     return "\n".join("| " + " | ".join(row) + " |" for row in (table.header, rule, *table.rows))
 
 
 def _stamp(result: Result) -> str:
-    """How a result was measured, in two lines."""
+    """Return how a result was measured, in two lines."""
     stamp = result["stamp"]
     versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
     clocks = f"SM {stamp['sm_clock_mhz']} of {stamp['sm_clock_max_mhz']} MHz under load, {stamp['power_w']} W"
@@ -177,7 +180,7 @@ def summary(results: list[Result]) -> str:
 
 
 def fill(page: str, text: str) -> str:
-    """`page` with `text` between its two marks. Raises ValueError where a mark is missing."""
+    """Return `page` with `text` between its two marks. Raises ValueError if a mark is missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -19,21 +19,23 @@ SCHEMA = "perf result, schema 2"
 BY_CONTESTANT = ("times", "errors", "memory", "peak_bytes", "saved_bytes", "left_out")
 """Fields of a record that are dicts by contestant."""
 TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
-"""Suites of training runs, by `examples/train_moe.py` and `examples/train_megatron.py`."""
+"""Suites of training runs, which `examples/train_moe.py` and `examples/train_megatron.py` measure."""
 NO_LONGER_MEASURED = ("graph",)
-"""Suites with a stored result, whose question other suites answer: `layer` times calls eager and replayed."""
+"""Suites whose stored result is kept, though other suites now answer their question: `layer` times calls eager and
+replayed.
+"""
 CONTESTANT = "contestant"
 RESULTS = Path(__file__).resolve().parent / "results"
-DIGITS = 5  # of a number that is not whole: more is noise, and makes every diff of a result file unreadable
+DIGITS = 5  # digits of a number that is not whole: more is noise, and makes every diff of a result file unreadable
 
 Record = dict[str, Any]
 Result = dict[str, Any]
 
 
 def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], records: list[Record]) -> Result:
-    """Return what a result file holds: the suite's name, how it was measured, the machine's limits, the records.
+    """Return the content of a result file: the suite's name, how it was measured, the machine's limits, the records.
 
-    What tuners of peers chose ("tuning" of a record) is added up for the whole suite.
+    The records' "tuning", which says what peers' tuners chose, is added up for the whole suite.
     """
     found = [t for r in records for by_op in r.get("tuning", {}).values() for t in by_op.values()]
     chosen = {(t["config"], t["timed"], t["seconds"]) for t in found}  # an operation's records share their case's
@@ -43,17 +45,17 @@ def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], rec
 
 
 def gpu_slug(gpu: str) -> str:
-    """A GPU's name for a file: lower case, without vendor and blanks."""
+    """Return a GPU's name as part of a file name: lower case, without vendor, hyphens for blanks."""
     return gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
 
 
 def default_path(suite: str, gpu: str) -> Path:
-    """perf/results/<suite>-<gpu>.csv."""
+    """Return perf/results/<suite>-<gpu>.csv."""
     return RESULTS / f"{suite}-{gpu_slug(gpu)}.csv"
 
 
 def _text(value: Any) -> str:
-    """A cell: a float with DIGITS digits, a list in brackets with blanks between its numbers."""
+    """Return the text of a cell: a float with DIGITS digits, a list in brackets with blanks between its numbers."""
     if isinstance(value, float):
         rounded = float(f"{value:.{DIGITS}g}")
         return str(int(rounded)) if rounded.is_integer() else str(rounded)
@@ -63,7 +65,7 @@ def _text(value: Any) -> str:
 
 
 def _value(text: str) -> Any:
-    """A cell's number, truth value, list of numbers, or text."""
+    """Return the value of a cell: a truth value, a list, a number, or the text itself."""
     if text in ("True", "False"):
         return text == "True"
     if text.startswith("[") and text.endswith("]"):
@@ -77,7 +79,7 @@ def _value(text: str) -> Any:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Columns and cells of a value, dicts by names with dots."""
+    """Yield the column names and cells of a value; the keys of nested dicts are joined by dots."""
     if not isinstance(value, dict):
         yield name, _text(value)
     else:
@@ -86,7 +88,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _nested(cells: Iterable[tuple[str, Any]]) -> Record:
-    """The inverse of `_flat`. Keys may contain dots after the first, as names of versions do."""
+    """Return nested dicts from column names and cells, the inverse of `_flat`: each dot of a name opens a level."""
     made: Record = {}
     for name, value in cells:
         *path, last = name.split(".")
@@ -98,7 +100,7 @@ def _nested(cells: Iterable[tuple[str, Any]]) -> Record:
 
 
 def _lines(record: Record) -> Iterator[dict[str, str]]:
-    """A line for each contestant; one where there is none."""
+    """Yield a record's lines, one for each contestant; a single line if the record has no contestants."""
     shared = dict(_flat({key: value for key, value in record.items() if key not in BY_CONTESTANT}, ""))
     measured = [(key, record[key]) for key in BY_CONTESTANT if key in record]
     for name in dict.fromkeys(name for _, held in measured for name in held) or [""]:
@@ -107,14 +109,14 @@ def _lines(record: Record) -> Iterator[dict[str, str]]:
 
 
 def _columns(lines: list[dict[str, str]]) -> list[str]:
-    """A record's own, the contestant, and what is measured of it."""
+    """Return the file's columns: the records' own fields, the contestant, then what was measured of each contestant."""
     names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != CONTESTANT]
     measured = [name for name in names if name.partition(".")[0] in BY_CONTESTANT]
     return [*(name for name in names if name not in measured), CONTESTANT, *measured]
 
 
 def write(result: Result, path: Path) -> None:
-    """Write a result file; its folder is made where it is missing."""
+    """Write a result file; create its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"suite": result["suite"], **{key: result[key] for key in ("stamp", "limits", "tuned")}}
     lines = [line for record in result["records"] for line in _lines(record)]
@@ -127,13 +129,17 @@ def write(result: Result, path: Path) -> None:
 
 
 def _head(lines: list[str]) -> Result:
-    """The part of a result that its first lines tell: texts, and numbers of limits and of tuning."""
+    """Return what the `# key: value` lines at the start of a file say; values are texts, but numbers for limits and
+    tuning.
+    """
     cells = (line.removeprefix("# ").partition(": ")[::2] for line in lines)
     return _nested((name, _value(text) if name.startswith(("limits", "tuned")) else text) for name, text in cells)
 
 
 def _records(lines: list[str]) -> Iterator[Record]:
-    """Lines that follow each other and share all that is not of a contestant make a record, one of each contestant."""
+    """Yield the records of a file's table. Consecutive lines with the same fields of their own and different
+    contestants make one record.
+    """
     header, *table = csv.reader(lines)
     own = header.index(CONTESTANT)
     groups: list[dict[str, list[str]]] = []
@@ -160,7 +166,7 @@ def _records(lines: list[str]) -> Iterator[Record]:
 
 
 def read(path: Path) -> Result:
-    """Read a result file. Raises ValueError, naming the file, if it is none of this schema."""
+    """Read a result file. Raises ValueError, naming the file, if it does not have this schema."""
     first, *lines = path.read_text().splitlines() or [""]
     if first != f"# {SCHEMA}":
         raise ValueError(f"{path} is not a {SCHEMA!r}; measure it again with `python -m perf`")

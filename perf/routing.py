@@ -1,4 +1,4 @@
-"""How many rows each expert gets. Plain Python with fixed seeds: the same sizes on every machine.
+"""Number of rows of each expert, in plain Python with fixed seeds: the same sizes on every machine.
 
 A routing is a name, or a name and its parameter: "zipf:1.5" is Zipf's law with the exponent 1.5.
 """
@@ -15,7 +15,7 @@ from glulam.tuner.routing import apportion
 from .cases import Case, LayerCase
 
 Weights = Callable[[int, random.Random, float], list[float]]
-LEAST_SHARE, MOST_SHARE = 1e-4, 0.98  # of the tokens, that an expert gets; nobody gets a token twice
+LEAST_SHARE, MOST_SHARE = 1e-4, 0.98  # bounds of an expert's share of the tokens; nobody gets a token twice
 SHARES = 10**6
 
 
@@ -65,16 +65,18 @@ def group_sizes(case: Case) -> list[int]:
 
 
 def routed(sizes: list[int]) -> dict[str, object]:
-    """How far from even a routing is, as a record has it: the largest group over the mean, and empty experts."""
+    """Return a record's fields that say how uneven a routing is: the largest group over the mean, and counts of empty
+    and active experts.
+    """
     mean, empty = sum(sizes) / len(sizes), sizes.count(0)
     skew = {"max_over_mean": max(sizes) / mean if mean else 0.0, "empty_experts": empty}
     return {"skew": skew, "active_experts": len(sizes) - empty}
 
 
 def shares(case: LayerCase) -> list[float]:
-    """Each expert's chance of being among a token's choices, [experts]; they sum to top_k.
+    """Return each expert's probability of being among a token's choices, [experts]; the sum is top_k.
 
-    They follow the routing's law, except that nobody gets more than MOST_SHARE: what is above goes to the others.
+    The probabilities follow the routing's law, but none exceeds MOST_SHARE: the excess goes to the other experts.
     """
     weights = group_sizes(dataclasses.replace(case.mlp, rows=SHARES))
     found, rest, left = [0.0] * case.experts, set(range(case.experts)), float(case.top_k)
@@ -90,10 +92,10 @@ def shares(case: LayerCase) -> list[float]:
 
 
 def logit_offsets(case: LayerCase) -> list[float]:
-    """Offsets of the experts' logits, which are normal with scale 1, that make each expert's expected load its share.
+    """Return offsets of the experts' logits (normal with scale 1) that make each expert's expected load its share.
 
-    A token's K best lie above a threshold that hardly varies with the token; with it at 0, a logit lies above it with
-    the probability asked for. The loads miss the shares by 1 to 5 % in sum, by less where K is large.
+    A token's K best logits lie above a threshold that hardly varies with the token. With the threshold at 0, a logit
+    exceeds it with the probability asked for. The loads miss the shares by 1 to 5 % in sum, by less if K is large.
     """
     normal = statistics.NormalDist()
     return [normal.inv_cdf(share) for share in shares(case)]

@@ -36,7 +36,9 @@ COMPILED_AT_ONCE = 4  # pairs of a scheme and a model; each has as many compiler
 
 
 class Scheme(NamedTuple):
-    """A pair of formats. weights: the recipe whose checkpoint format it reads."""
+    """A pair of formats, of the weights and of the GEMMs' input rows. weights: the recipe whose checkpoint format
+    Humming reads.
+    """
 
     name: str
     recipes: tuple[str, ...]
@@ -53,7 +55,7 @@ SCHEMES = (
 
 
 def _loaded(weights: str, w: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Humming's schema of a checkpoint, and the tensors that it has. Copies, since Humming changes some in place."""
+    """Return Humming's schema of a checkpoint, and its tensors as copies, since Humming changes some in place."""
     schema: Any = importlib.import_module("humming.schema")
     if weights == "fp8_block":
         tensors = {"weight": w.data.clone(), "weight_scale_inv": w.scale.clone()}
@@ -75,7 +77,9 @@ def _input_schema(has_fp8_rows: bool) -> Any:
 
 
 def _converted(scheme: Scheme, w: Any, is_gate: bool) -> tuple[Any, dict[str, Tensor]]:
-    """Return Humming's schema of its own, and tensors before they are put into kernels' order."""
+    """Return the schema of Humming's own format, and the weight's tensors in it, not yet in the order that kernels
+    read.
+    """
     schema, loaded = _loaded(scheme.weights, w)
     experts, n, k = w.shape
     stacks = [n // 2] * 2 if is_gate else [n]
@@ -86,7 +90,9 @@ def _converted(scheme: Scheme, w: Any, is_gate: bool) -> tuple[Any, dict[str, Te
 
 
 class Plan(NamedTuple):
-    """A layer without its weights: configuration, tiles by numbers of rows, and both as the GEMM takes them."""
+    """Settings of a layer, without its weights: configuration, tiles by ranges of rows, and both as the GEMM takes
+    them.
+    """
 
     config: Any
     tiles: list[Any]
@@ -121,7 +127,9 @@ def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
 
 
 def _compile(scheme: Scheme, case: ServingCase) -> None:
-    """Compile both layers' GEMMs, as their first calls would; they fail again, with the reason, if one fails here."""
+    """Compile both layers' GEMMs, as their first calls would. Exceptions are dropped: the first call fails again, with
+    the reason.
+    """
     kernel: Any = importlib.import_module("humming.kernel.humming").HummingKernel
     with contextlib.suppress(Exception):
         for is_gate in (True, False):
@@ -130,7 +138,7 @@ def _compile(scheme: Scheme, case: ServingCase) -> None:
 
 
 class Linear:
-    """One of the two layers: its plan, and tensors as kernels read them."""
+    """One of the two layers: its plan, and its tensors as kernels read them."""
 
     def __init__(self, scheme: Scheme, case: ServingCase, w: Any, is_gate: bool) -> None:
         self.forward: Any = importlib.import_module("humming.forward")
@@ -139,11 +147,11 @@ class Linear:
         self.tensors = transform.transform_humming_tensors(self.config, _converted(scheme, w, is_gate)[1])
 
     def block(self, rows: int) -> int:
-        """Rows of a tile."""
+        """Return the rows of the tile that the GEMM takes for so many rows."""
         return next(tile["block_shape"][0] for low, high, tile in self.tiles if low < rows <= high)
 
     def rows(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Rows as the GEMM reads them, and their scales; x itself if nothing is to be done."""
+        """Return the rows of x as the GEMM reads them, and their scales; x itself if nothing is to be done."""
         rows, scales, _ = self.forward.may_process_input(self.config, inputs=x, **options)
         return rows, scales
 
@@ -156,7 +164,7 @@ class Linear:
 
 
 class Layers:
-    """Both layers of one model."""
+    """Both layers of one model's experts, called as vLLM calls them."""
 
     def __init__(self, scheme: Scheme, case: ServingCase, w1: Any, w2: Any) -> None:
         self.case = case
@@ -173,7 +181,7 @@ class Layers:
         return call(b, routing, case.expected_rows(len(b.x)))
 
     def _indexed(self, b: Batch, routing: glulam.Routing, rows: int) -> Tensor:
-        """Rows stay in the order of choices, and GEMMs find them by index."""
+        """Run the experts on rows in the order of choices, which the GEMMs find by index."""
         blocks = self.fc1.block(rows), self.fc2.block(rows)
         aligned = {block: self.around.align(routing, block) for block in dict.fromkeys(blocks)}
         names = "sorted_ids", "expert_ids", "num_tokens_padded"
@@ -183,7 +191,7 @@ class Layers:
         return self._sums(y, b, b.ids, by_choice=True)
 
     def _contiguous(self, b: Batch, routing: glulam.Routing, rows: int) -> Tensor:
-        """Rows of an expert lie together; rows of experts elsewhere are left out."""
+        """Run the experts on rows sorted by expert; rows of experts on other GPUs are left out."""
         layout = F.pad(routing.offs, (1, 0))
         count = layout[-1:]
         options = {"expert_layout": layout, "valid_shape_m": rows}

@@ -20,7 +20,9 @@ FP8_BLOCK = [128, 128]
 
 
 def _of_world(case: ServingCase, b: Batch) -> dict[str, Any]:
-    """vLLM takes ids of all GPUs' experts, and a map to those here."""
+    """Return the arguments that tell vLLM about other GPUs' experts: ids count all GPUs' experts, and a map leads to
+    those here.
+    """
     return {"global_num_experts": case.world, "expert_map": b.expert_map}
 
 
@@ -43,7 +45,7 @@ def _repacked(weights: str, w1: Any, w2: Any) -> Any:
         return prepare(layer, w1.data, w2.data, *scales, None, None)[:4]
     prepare = importlib.import_module(f"{MARLIN}_fp8").prepare_mxfp8_moe_layer_for_marlin
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # that of scales
+    torch.set_default_dtype(torch.bfloat16)  # the dtype that vLLM gives the scales
     try:
         return prepare(layer, w1.data, w2.data, *scales)
     finally:

@@ -1,5 +1,5 @@
-"""The stamp of a result: what it was measured on and with, so that it can be measured again; and clock and power of the
-GPU while something runs, as nvidia-smi reads them.
+"""The stamp of a result: machine, versions and command, so that it can be measured again; and the GPU's clock and power
+while something runs, as nvidia-smi reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PERIOD_MS = 20
 
 
 def _output_of(command: list[str]) -> str | None:
-    """Return what a command printed; None where it is missing or fails."""
+    """Return what a command printed; None if the command is missing or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -45,7 +45,7 @@ def _output_of(command: list[str]) -> str | None:
 
 
 def git_commit() -> str:
-    """The checkout's commit, with "+changes" where the working tree differs; "unknown" outside a checkout."""
+    """Return the checkout's commit, with "+changes" if the working tree differs; "unknown" outside a checkout."""
     commit = _output_of(["git", "rev-parse", "HEAD"])
     if not commit:
         return UNKNOWN
@@ -53,7 +53,7 @@ def git_commit() -> str:
 
 
 def quack_version() -> str | None:
-    """The installed QuACK's version; None where there is none."""
+    """Return the installed QuACK's version; None if it is not installed."""
     if importlib.util.find_spec("quack") is None:
         return None
     try:
@@ -63,7 +63,9 @@ def quack_version() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that a time depends on; "unknown" for what is not installed as a distribution."""
+    """Return the versions of everything that a time depends on; "unknown" for what is not installed as a
+    distribution.
+    """
     found, peers = {name: version or UNKNOWN for name, version in toolchain.versions().items()}, {}
     for name in ("sonic-moe", "flashinfer-python", "transformers", "megatron-core", "humming-kernels", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -80,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def smi_query(fields: Iterable[str]) -> list[str]:
-    """The command that prints these fields of the current device, a line of numbers separated by commas."""
+    """Return the nvidia-smi command that prints these fields of the current device as one line, separated by commas."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     return ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
 
@@ -92,7 +94,7 @@ def _smi() -> dict[str, str]:
 
 
 def _under_load() -> dict[str, str]:
-    """nvidia-smi's readings while matrix products run: an idle GPU lowers its clocks."""
+    """Return nvidia-smi's readings while matrix products run: an idle GPU lowers its clocks."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(1000):  # about 1.4 s on an H200, longer than nvidia-smi takes
         a @ a
@@ -107,11 +109,11 @@ def _gpu() -> dict[str, Any]:
 
 
 def make_stamp(command: str, commit: str | None = None, device: str = "cuda") -> dict[str, Any]:
-    """Commit, command, date (UTC), GPU, driver, clocks under load and versions.
+    """Return the stamp: commit, command, date (UTC), GPU, driver, clocks under load and versions.
 
     Args:
         commit: overrides git's answer.
-        device: "cuda", or "cpu" for what ran on no GPU.
+        device: "cuda", or "cpu" for a measurement without a GPU.
     """
     return {
         "commit": commit or git_commit(),
@@ -124,7 +126,9 @@ def make_stamp(command: str, commit: str | None = None, device: str = "cuda") ->
 
 
 class Reading(NamedTuple):
-    """SM clock, power, and whether the power limit holds the clock down: 0 or 1, or a share of several readings."""
+    """One reading of nvidia-smi: SM clock, power, and whether the power limit holds the clock down (0 or 1; in a mean,
+    a share).
+    """
 
     mhz: float
     watts: float
@@ -132,13 +136,13 @@ class Reading(NamedTuple):
 
 
 class Readings:
-    """A reading every PERIOD_MS, with the time (`time.monotonic`) that it came at."""
+    """Readings taken every PERIOD_MS, each with the time (`time.monotonic`) at which it arrived."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[float, Reading]] = []
 
     def follow(self, lines: Iterator[str]) -> None:
-        """Take lines of nvidia-smi's; a line where a field is missing is passed over."""
+        """Parse nvidia-smi's lines and keep a reading of each; a line in which a field is missing is passed over."""
         for line in lines:
             with contextlib.suppress(ValueError):
                 mhz, watts, reason = (field.strip() for field in line.split(","))
@@ -146,7 +150,7 @@ class Readings:
                 self.taken.append((time.monotonic(), reading))
 
     def mean(self, begin: float, end: float) -> Reading:
-        """Over what came between two times. Raises RuntimeError where nothing did."""
+        """Return the mean of the readings between two times. Raises RuntimeError if there are none."""
         found = [reading for at, reading in self.taken if begin <= at <= end]
         if not found:
             raise RuntimeError(
@@ -157,7 +161,7 @@ class Readings:
 
 @contextmanager
 def follow_gpu() -> Iterator[Readings]:
-    """Readings of the current device until the block ends."""
+    """Provide readings of the current device, which nvidia-smi takes until the block ends."""
     readings = Readings()
     command = [*smi_query(FOLLOWED), f"--loop-ms={PERIOD_MS}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as smi:

@@ -25,11 +25,11 @@ TITLES = {
     "dw1": "The weight gradient of w1 (`grouped_wgrad`)",
     "dw2": "The weight gradient of w2 (`grouped_wgrad`)",
 }
-FLOP_PER_CYCLE = 4096  # of an SM's tensor cores, dense BF16 on Hopper
+FLOP_PER_CYCLE = 4096  # an SM's tensor cores, dense BF16 on Hopper
 
 
 def _operators(result: Result) -> list[Table]:
-    """A table an operator; a peer's cell is its time in us and, in brackets, its time over ours."""
+    """Return a table for each operator; a peer's cell is its time in us and, in brackets, its time over ours."""
     tables: list[Table] = []
     for op, title in TITLES.items():
         records = cells.of_op(result["records"], op)
@@ -59,7 +59,7 @@ def _missed(result: Result) -> list[Table]:
 
 
 def _half_empty(result: Result) -> list[Table]:
-    """Half of the experts empty, against the same rows over all experts: the same useful FLOP."""
+    """Return a table of half of the experts empty against the same rows over all experts: the same useful FLOP."""
     us = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in result["records"]}
     pairs = ((key[:2], us.get((*key[:2], "uniform")), half) for key, half in us.items() if key[2] == "half-empty")
     rows: list[tuple[str, ...]] = [
@@ -72,7 +72,9 @@ def _half_empty(result: Result) -> list[Table]:
 
 
 def _memory(result: Result) -> list[Table]:
-    """Peak above what was allocated before, gradients included, and what forward saves for backward, x included."""
+    """Return a table of memory: the peak above what was allocated before, gradients included, and what forward saves
+    for backward, x included.
+    """
 
     def gigabytes(record: Record, what: str, name: str) -> str:
         return cells.number(record[what][name] * 1e-9 if name in record.get(what, ()) else None)
@@ -89,7 +91,7 @@ def _memory(result: Result) -> list[Table]:
 
 
 def _host(result: Result) -> list[Table]:
-    """Host time of each item, then the differences that decide."""
+    """Return a table of each item's host time, then one of stored differences."""
     found = (item for record in cells.of_op(result["records"], "differences") for item in record["times"].items())
     rows: list[tuple[str, ...]] = [(name, cells.number(time["median_us"])) for name, time in found]
     items = cells.host_table("Host time of a call", result, 2)
@@ -97,17 +99,17 @@ def _host(result: Result) -> list[Table]:
 
 
 def _graph(result: Result) -> list[Table]:
-    """Wall time a layer, eager and replayed."""
+    """Return a table of the wall time of an MLP layer, eager and replayed."""
     times = cells.columns_of(cells.names_of(result["records"]), cells.us_cell)
     equal: Column = ("replays equal to eager", cells.field("replays_equal_to_eager"))
     return table("Wall time an MLP layer", result["records"], [CASE, cells.ROUTING, *times, equal])
 
 
 def _transformers(result: Result) -> list[Table]:
-    """Blocks first, then a decoding step."""
+    """Return a table of blocks, then one of a decoding step."""
 
     def error(record: Record) -> str:
-        """Our error against float32, and the best of the others'."""
+        """Return our error against float32, and the best of the others' in brackets."""
         errors = record.get("errors", {})
         best = min((error for name, error in errors.items() if name != OURS), default=None)
         return "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
@@ -122,7 +124,9 @@ def _transformers(result: Result) -> list[Table]:
 
 
 def _curves(result: Result) -> list[Table]:
-    """A row a training run; distances are those of its smoothed loss from the first run's."""
+    """Return a table with a row for each training run; distances are those of its smoothed loss from the first
+    run's.
+    """
     *runs, shared = result["records"]
     size, setup = shared["setup"]["size"], shared["setup"]
     ranks = f" on {shared['ranks']} GPUs" if "ranks" in shared else ""
@@ -157,7 +161,9 @@ def _compare_cells(record: Record, name: str, limits: Limits) -> tuple[str, ...]
 
 
 def _compare(result: Result) -> list[Table]:
-    """A table for each operation, form and case: a row a kernel, three columns a routing. * marks the fastest."""
+    """Return a table for each operation, form and case: a row for each kernel, three columns for each routing. * marks
+    the fastest.
+    """
     groups: dict[str, list[Record]] = {}
     for record in result["records"]:
         groups.setdefault(f"{record['op']}: {cells.label(record)}, {record['form']}", []).append(record)
@@ -176,7 +182,7 @@ def _compare(result: Result) -> list[Table]:
 
 
 def _quantize(result: Result) -> list[Table]:
-    """Every form of the quantiser against the copy limit, and against a copy of as many bytes."""
+    """Return a table of every form of the quantiser against the copy limit, and against a copy of as many bytes."""
 
     def reached(record: Record) -> str:
         tbps = record["bytes"] / record["times"][OURS]["median_us"] * 1e-6
@@ -194,7 +200,7 @@ def _quantize(result: Result) -> list[Table]:
 
 
 def _power(result: Result) -> list[Table]:
-    """Measure the clock that each contestant runs at alone, and how busy it keeps the tensor cores."""
+    """Return a table of the clock that each contestant runs at alone, and how busy it keeps the tensor cores."""
     rows: list[tuple[str, ...]] = []
     for record in result["records"]:
         for name, alone in record["times"].items():
@@ -219,7 +225,9 @@ def _power(result: Result) -> list[Table]:
 
 
 def _tiles(result: Result) -> list[Table]:
-    """A table an operation: tiles by rows an expert, time over the fastest tile's, geometric mean."""
+    """Return a table for each operation: each tile's time over the fastest tile's (geometric mean), by rows an
+    expert.
+    """
 
     def over_fastest(tile: str, records: list[Record]) -> str:
         logs = [math.log(r["us"][tile] / min(r["us"].values())) for r in records if tile in r["us"]]
@@ -237,7 +245,7 @@ def _tiles(result: Result) -> list[Table]:
 
 
 def _limits(result: Result) -> list[Table]:
-    """The machine's limits, where they were measured."""
+    """Return a table of the machine's limits; no table if they were not measured."""
     limits = result["limits"]
     rows: list[tuple[str, ...]] = [
         ("cuBLAS BF16 8192 x 8192 x 8192", f"{limits['cublas_8192_tflops']:.0f} TF/s"),
@@ -276,7 +284,7 @@ TABLES: dict[str, tuple[Callable[[Result], list[Table]], ...]] = {
 
 
 def tables_of(result: Result) -> list[Table]:
-    """A result's tables, the machine's limits last. Raises ValueError for an unknown suite."""
+    """Return a result's tables, the machine's limits last. Raises ValueError for an unknown suite."""
     if result["suite"] not in TABLES:
         raise ValueError(f"no tables for suite {result['suite']!r}; there are: {', '.join(TABLES)}")
     return [made for make in (*TABLES[result["suite"]], _limits) for made in make(result)]

@@ -1,4 +1,6 @@
-"""Tables of the hyper-connections, and of experts across GPUs: both ends against the links, layers by transport."""
+"""Tables of the hyper-connections, and of experts across GPUs: dispatch and combine against the links, layers by
+transport.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ from .cells import HOST, OURS, Column, Table, columns_of, field, host_table, med
 from .results import Record, Result
 
 GB200_OVER_H200 = 8.0 / 4.8
-"""Their memory bandwidths by data sheet, TB/s."""
+"""The ratio of a GB200's memory bandwidth to an H200's by data sheet, in TB/s."""
 CUTILE_GB200_US = {
     "sinkhorn": (65, 133),
     "aggregate": (349, 661),
     "post_mix": (684, 2549),
     "project": (426, 1541),
 }
-"""Published for cuTile kernels on a GB200 at s 8192, b 4, n 4, C 7168: forward and backward."""
+"""Times published for cuTile kernels on a GB200 at s 8192, b 4, n 4, C 7168: forward and backward."""
 PUBLISHED_S = 8192
 ISSUE_SLOTS = 4
 """Warp instructions that an SM can start in a cycle."""
@@ -21,19 +23,21 @@ SYMMETRIC, ALL_TO_ALL, ALONE = "symmetric", "all_to_all", "experts alone"
 
 
 def _published(record: Record) -> str:
-    """The time of cuTile's kernels, as if bandwidth alone decided."""
+    """Return the time of cuTile's kernels scaled to this GPU as if bandwidth alone decided; "-" if none is
+    published.
+    """
     if record["size"]["s"] != PUBLISHED_S or record["op"] not in CUTILE_GB200_US:
         return "-"
     return number(CUTILE_GB200_US[record["op"]][record["direction"] == "backward"] * GB200_OVER_H200, 0)
 
 
 def mhc_tables(result: Result) -> list[Table]:
-    """Device times of the operators, and host times of small calls."""
+    """Return tables of the operators' device times, and of host times of small calls."""
     stamp, copy_tbps = result["stamp"], result["limits"]["copy_tbps"]
     measured = [record for record in result["records"] if record["op"] != HOST]
 
     def of_issue(record: Record) -> str:
-        """The least instructions' share of what the SMs could start in the time, at the highest clock."""
+        """Return the fewest instructions over what the SMs could start in the measured time at the highest clock."""
         slots = ISSUE_SLOTS * float(stamp["sms"]) * float(stamp["sm_clock_max_mhz"]) * (median(record) or 0.0)
         least = record.get("warp_instructions")
         return number(least / slots if least else None)
@@ -55,12 +59,12 @@ def mhc_tables(result: Result) -> list[Table]:
 
 
 def _floor(record: Record) -> float:
-    """Microseconds that the bytes which must cross take at the links' rate."""
+    """Return the microseconds that the bytes which must cross take at the links' rate."""
     return float(record["bytes"] / record["put_gbps"] * 1e-3)
 
 
 def _share(record: Record, part: str) -> str:
-    """Our time of an end, and the floor over that."""
+    """Return our time of dispatch or combine and, in brackets, the bytes' time at the links' rate over it."""
     us = record["times"][SYMMETRIC][part]
     return f"{us:.1f} ({_floor(record) / us:.2f})"
 
@@ -75,7 +79,9 @@ def _transports(record: Record) -> str:
 
 
 def distributed_tables(result: Result) -> list[Table]:
-    """Ends first, then layers. A share: of what the bytes that must cross take at the links' rate in the same run."""
+    """Return a table of dispatch and combine, then one of layers. A share is the bytes' time at the links' rate,
+    measured in the same run, over our time.
+    """
     ends, layers = ([r for r in result["records"] if r["kind"] == kind] for kind in ("ends", "layer"))
     where = f"{(ends or layers)[0]['world']} GPUs"
     puts = f", an elementwise kernel's stores to a peer {ends[0]['put_gbps']:.0f} GB/s" if ends else ""

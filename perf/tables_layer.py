@@ -16,7 +16,7 @@ TITLES = {
 
 
 def _peer(record: Record, name: str) -> str:
-    """A contestant's time, in brackets over ours; or that it failed or was wrong."""
+    """Return a contestant's time and, in brackets, its time over ours; "wrong" or "failed" if it was left out."""
     if name in record["times"]:
         return cells.peer_cell(record, name) if OURS in record["times"] else cells.us_cell(record, name)
     why = record.get("left_out", {}).get(name)
@@ -47,7 +47,9 @@ def _left_out(records: list[Record]) -> list[Table]:
 
 
 def _memory(records: list[Record]) -> list[Table]:
-    """The peak includes results and gradients; what is kept from forward to backward, the result."""
+    """Return a table of memory. The peak includes results and gradients; what is kept from forward to backward includes
+    the result.
+    """
 
     def held(record: Record, name: str, what: str) -> str:
         found = record["memory"].get(name, {})
@@ -61,7 +63,9 @@ def _memory(records: list[Record]) -> list[Table]:
 
 
 def _whole_us(record: Record, records: list[Record]) -> float | None:
-    """Our time of the whole that a record of stages is about: replayed where that was measured."""
+    """Return our time of the whole layer that a record of stages belongs to: replayed if that was measured, else
+    eager.
+    """
     same = (r for r in cells.of_op(records, record["of"]) if r["case"] == record["case"])
     found = {r["mode"]: us for r in same if (us := cells.median(r)) is not None}
     return found.get("graph", found.get("eager"))
@@ -79,7 +83,7 @@ def _stages(result: Result, op: str) -> list[Table]:
 
 
 def _routing(records: list[Record]) -> list[Table]:
-    """A row a number of choices, a column an operator."""
+    """Return a table of routing: a row for each number of choices, a column for each operator."""
     sizes = records[0]["case"] if records else {"top_k": 0, "experts": 0}
     title = f"Routing in a graph, {sizes['top_k']} of {sizes['experts']} experts a token"
     return cells.pivot(
@@ -120,7 +124,7 @@ def _parts(result: Result) -> list[Table]:
 
 
 def layer_tables(result: Result) -> list[Table]:
-    """Times of the whole, who was left out, memory, stages, parts."""
+    """Return the tables in this order: times of the whole, who was left out, memory, stages, parts."""
     timed = [record for record in result["records"] if record["op"] in TITLES]
     times = [made for op in TITLES for made in _times(cells.of_op(timed, op), op, result)]
     steps = [made for op in TITLES for made in _stages(result, op)]

@@ -1,4 +1,4 @@
-"""Tables of suites whose contestants are recipes, or kernels beside them: fp8, frozen, lora, portable, serving."""
+"""Tables of suites that compare recipes, or kernels by them: fp8, frozen, lora, portable, serving."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from .targets import (
 
 
 def of_copy(record: Record, name: str, copy_tbps: float, recipe: str = "") -> float | None:
-    """An MLP's bytes, weights as a recipe stores them, of a device copy's bytes a second."""
+    """Return the bytes a second that an MLP moves over a device copy's; weights count in the recipe's format."""
     us = cells.median(record, name)
     moved = cells.case_of(record).bytes("mlp", record["active_experts"], WEIGHT_BITS[recipe or name])
     return moved / us * 1e-6 / copy_tbps if us else None
 
 
 def fp8_tables(result: Result) -> list[Table]:
-    """Every case; of decoding the share of a copy's rate; then what is below what is aimed at, if any."""
+    """Return a table of every case, with the share of a copy's rate in decoding; then one of ratios below their
+    targets, if any.
+    """
     records, copy_tbps = result["records"], result["limits"]["copy_tbps"]
     recipes = [recipe for recipe in FP8_RECIPES if any(recipe in record["times"] for record in records)]
     decoding = [record for record in records if cells.case_of(record).decode]
@@ -71,7 +73,7 @@ def fp8_tables(result: Result) -> list[Table]:
 
 
 def frozen_tables(result: Result) -> list[Table]:
-    """Gradients through frozen weights, by recipe."""
+    """Return a table of gradients through frozen weights, by recipe."""
     title = "Gradients through frozen weights; in brackets dequantising first, then 16-bit weights, over ours"
     return cells.pivot(
         title, ("case", "operation"), result["records"], lambda r: (cells.label(r), r["op"]), "recipe",
@@ -80,7 +82,9 @@ def frozen_tables(result: Result) -> list[Table]:
 
 
 def lora_tables(result: Result) -> list[Table]:
-    """Steps of adapters: the layer alone, with adapters, the third contestant over that, and peak memory."""
+    """Return a table of steps of adapters: the layer alone, with adapters, the third contestant over that, and peak
+    memory.
+    """
 
     def other(record: Record) -> str:
         *_, name = record["times"]
@@ -100,7 +104,9 @@ def lora_tables(result: Result) -> list[Table]:
 
 
 def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
-    """Return what portable kernels reach in a case, by the measure of the case."""
+    """Return what portable kernels reach in a case: of prefill the share of mma.sync's rate; in decoding the share of a
+    copy's rate and the time over that with weights in MXFP8.
+    """
     us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
     if not cells.case_of(record).decode:
         return {MMA_ALONE: cells.case_of(record).flop("mlp") / us / (record["mma_flop"] / alone)}
@@ -109,7 +115,7 @@ def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
 
 
 def portable_tables(result: Result) -> list[Table]:
-    """Every case, then what is below what is aimed at, if any."""
+    """Return a table of every case, then one of ratios below their targets, if any."""
     find = partial(reached, copy_tbps=result["limits"]["copy_tbps"])
     title = (
         "The MLP on portable kernels (cp.async, mma.sync) compiled for Hopper: the time of Hopper's own kernels and of "
@@ -133,7 +139,7 @@ def portable_tables(result: Result) -> list[Table]:
 
 
 def serving_tables(result: Result) -> list[Table]:
-    """A table a recipe, then each peer's times over ours."""
+    """Return a table for each recipe, then one of each peer's times over ours."""
     tables: list[Table] = []
     summary: list[tuple[str, ...]] = []
     for recipe in dict.fromkeys(record["op"] for record in result["records"]):

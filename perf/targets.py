@@ -23,18 +23,18 @@ FC2_PEERS = {QUACK: 1.05, TORCH: 1.1}  # dense as FC1
 DECODE = {QUACK: 1.05, TORCH: 1.35}
 WGRAD_DENSE = {"Mixtral-8x7B": 0.9, "DeepSeek-V3 EP8": 0.9}  # uniform
 LAYER = {TORCH: 1.25}
-DECODE_COPY = 0.92  # of a device copy's bytes a second
+DECODE_COPY = 0.92  # share of a device copy's bytes a second
 
-HOST_OURS = "glulam.grouped_mlp, out given"  # of the host suite's items, what peers are compared with
+HOST_OURS = "glulam.grouped_mlp, out given"  # the item of the host suite that peers are compared with
 BF16, TORCH_FP8 = "bf16", "torch fp8"
 WEIGHT_BITS = {BF16: 16.0, "mxfp8": 8.0, "mxfp8_exact": 8.25, "mxfp8_weight_only": 8.25,
                "mxfp4": 4.25, "mxfp4_weight_only": 4.25, "nvfp4_weight_only": 4.5,
                "fp8_block": 8.0, "fp8_block_weight_only": 8.0}  # fmt: skip
-"""Bits of an element of a weight as it is stored, with its part of a scale."""
+"""Bits of a stored weight's element, with its part of a block scale."""
 FP8_RECIPES = tuple(name for name in WEIGHT_BITS if name != BF16)
 FP4_PREFILL = {("mxfp4_weight_only", BF16): 0.88}
 FP4_COPY = {"mxfp4_weight_only": 0.82, "nvfp4_weight_only": 0.75}
-"""Shares of a device copy's bytes a second, in decoding."""
+"""Targets in decoding, as shares of a device copy's bytes a second."""
 FP8_COMPUTE_BOUND = {("mxfp8", BF16): 1.45, ("mxfp8", TORCH_FP8): 1.05, ("mxfp8_exact", BF16): 0.80, **FP4_PREFILL}
 FP8_DECODE = {
     ("mxfp8", BF16): 1.75, ("mxfp8", TORCH_FP8): 1.25, ("mxfp8_weight_only", BF16): 1.7,
@@ -47,7 +47,7 @@ FP8: dict[str, dict[tuple[str, str], float]] = {
     "Qwen3-30B-A3B": {("mxfp8", BF16): 1.3, ("mxfp8", TORCH_FP8): 1.25, **FP4_PREFILL},
     "gpt-oss-120b": {("mxfp8", TORCH_FP8): 1.25, **FP4_PREFILL},
 }
-"""The whole MLP by a recipe, against a peer."""
+"""Targets of the whole MLP by a recipe against a peer, by model."""
 PORTABLE, NATIVE, MMA_ALONE = "portable", "native", "mma.sync alone"
 PORTABLE_MXFP8 = "portable mxfp8_weight_only"
 _PORTABLE_MMA = {"Mixtral-8x7B": 0.65, "DeepSeek-V3 EP8": 0.65, "Qwen3-30B-A3B": 0.55}
@@ -55,7 +55,7 @@ _PORTABLE_DECODE = {"device copy": 0.88, PORTABLE_MXFP8: 1.6}
 
 
 def targets_of(record: dict[str, Any]) -> Targets:
-    """The targets of a record, by peer; of none that are not set."""
+    """Return the targets of a record, by peer; peers without a target are absent."""
     model, op, routing = record["case"]["name"], record["op"], record["case"]["routing"]
     skewed = routing.partition(":")[0] in SKEWED and routing != EVEN_ZIPF
     if op == "layer":
@@ -72,23 +72,27 @@ def targets_of(record: dict[str, Any]) -> Targets:
 
 
 def copy_target(record: dict[str, Any]) -> float | None:
-    """The target of a step of decoding in shares of a device copy's rate; None elsewhere."""
+    """Return the target of a decoding record of FC1 or FC2, as a share of a device copy's rate; None for other
+    records.
+    """
     return DECODE_COPY if record["case"]["name"].endswith("decode") and record["op"] in ("fc1", "fc2") else None
 
 
 def target(record: dict[str, Any], contestant: str) -> float | None:
-    """The target against a contestant, as "quack tuned"; None where there is none."""
+    """Return the target against a contestant such as "quack tuned"; None if there is none."""
     return targets_of(record).get(contestant.partition(" ")[0])
 
 
 def fp8_targets(model: str) -> list[tuple[str, str, float]]:
-    """(recipe, peer, target) of a case by its name."""
+    """Return the (recipe, peer, target) triples of a model."""
     wanted = FP8_DECODE if model.endswith("decode") else FP8.get(model, {})
     return [(recipe, peer, ratio) for (recipe, peer), ratio in wanted.items()]
 
 
 def portable_targets(model: str) -> Targets:
-    """Targets of portable kernels in a case, by the measure of the case (`tables_recipes.reached`)."""
+    """Return the targets of portable kernels in a case, by the measure that `tables_recipes.reached` uses for the
+    case.
+    """
     if model.endswith("decode"):
         return _PORTABLE_DECODE
     return {MMA_ALONE: _PORTABLE_MMA[model]} if model in _PORTABLE_MMA else {}

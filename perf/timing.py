@@ -25,7 +25,9 @@ SQUARE, COPY_BYTES, LIMITS_S = 8192, 2**32, 2.0
 
 
 def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
-    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw."""
+    """Return a sampler of a call's device time. The call is warmed up first, and one trial decides how many calls a
+    sample has.
+    """
     for number in range(WARM_UP_CALLS):
         call(number)
     calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
@@ -33,7 +35,7 @@ def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
 
 
 def flushed_sampler(replay: Callable[[], object], enqueue_us: float = REPLAY_US) -> Sampler:
-    """Samples of the device time of one call from a cold L2.
+    """Return a sampler of the device time of one call from a cold L2.
 
     Before each call a tensor several times the size of L2 is read, not written: the call would pay for writing it back.
     """
@@ -52,15 +54,15 @@ def flushed_sampler(replay: Callable[[], object], enqueue_us: float = REPLAY_US)
 def measure_device(
     calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
 ) -> dict[str, Summary]:
-    """Device time of each call, CUDA events, interleaved; microseconds."""
+    """Return the device time of each call in microseconds, by CUDA events; the calls take turns."""
     return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)
 
 
 def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:
-    """Samples of the wall time a call on the host, from an idle device.
+    """Return a sampler of the host's wall time a call, starting from an idle device.
 
-    Without `drain` a sample ends when the last call returns (time to enqueue), with it when the device is
-    idle again (time to finish).
+    Without `drain` a sample ends when the last call returns (time to enqueue), with it when the device is idle again
+    (time to finish).
     """
 
     def sample() -> float:
@@ -80,14 +82,16 @@ def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE,
 def measure_host(
     items: Mapping[str, Callable[[], object]], budget_s: float, calls: int = HOST_CALLS_PER_SAMPLE
 ) -> dict[str, Summary]:
-    """Host time until each item returns, interleaved, without the garbage collector's pauses; microseconds."""
+    """Return the host time until each item returns, in microseconds; the items take turns, without the garbage
+    collector's pauses.
+    """
     with no_garbage_collection():
         return interleave({name: host_sampler(item, calls) for name, item in items.items()}, budget_s)
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Host times without the collector's pauses."""
+    """Switch the garbage collector off in the block, so that host times are free of its pauses."""
     gc.collect()
     gc.disable()
     try:
@@ -97,13 +101,13 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def per_call(sampler: Sampler, count: int) -> Sampler:
-    """Samples of one of `count` calls that are timed together."""
+    """Return a sampler of the time of one call, from a sampler of `count` calls that are timed together."""
     return lambda: sampler() / count
 
 
 def capture(run: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
-    """Capture the run as a graph, after one warm-up on a side stream as torch asks; return the replay, which returns
-    what the captured run returned.
+    """Capture the run as a graph, after one warm-up on a side stream as torch asks; return its replay, which returns
+    the captured run's results.
 
     pool: memory shared by graphs that are replayed one after the other and whose results nobody keeps.
     """
@@ -127,7 +131,7 @@ def peak_bytes(call: Callable[[], object], forget: Callable[[], None] = lambda: 
     """Return how far a call raises the memory allocated before it, results and gradients included.
 
     Args:
-        forget: drops gradients, before and after.
+        forget: drops gradients; called before and after the call.
     """
     forget()
     torch.cuda.synchronize()
@@ -140,12 +144,14 @@ def peak_bytes(call: Callable[[], object], forget: Callable[[], None] = lambda: 
 
 
 def launch_nothing() -> None:
-    """One launch of a kernel that returns at once."""
+    """Launch a kernel that returns at once."""
     sleep_cycles(0)
 
 
 def measure_limits() -> dict[str, float]:
-    """cuBLAS BF16 8192^3 (TF/s), device copy (TB/s, read plus written), one launch's host time (us)."""
+    """Measure the machine's limits: cuBLAS BF16 8192^3 (TF/s), device copy (TB/s, read plus written), one launch's host
+    time (us).
+    """
     a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, source = torch.empty_like(a), torch.empty(COPY_BYTES, device="cuda", dtype=torch.uint8).random_()
     target = torch.empty_like(source)

@@ -52,7 +52,7 @@ class Drawing:
 
 
 def rows_by_expert() -> Drawing:
-    """Rows sorted by expert, with splits and offs."""
+    """Draw rows sorted by expert, with splits and offs."""
     drawing, left, top, wide = Drawing(400, 112), 56.0, 34.0, 27.0
     drawing.text(left - 8, top + 12, "x", align="right", bold=True)
     end = 0
@@ -77,7 +77,7 @@ def rows_by_expert() -> Drawing:
 
 
 def layer_launches() -> Drawing:
-    """The launches of `moe`'s forward, over time, and what each reads and writes."""
+    """Draw the launches of `moe`'s forward over time, and what each reads and writes."""
     drawing, top = Drawing(520, 150), 30.0
     steps = [
         ("route", "logits [N, E]", "Routing: offs,\nrows, weights"),
@@ -100,7 +100,7 @@ def layer_launches() -> Drawing:
 
 
 def between_gpus() -> Drawing:
-    """The way of a token's data from its own rank to those of its experts, and back."""
+    """Draw the path of a token's data from its own rank to its experts' ranks, and back."""
     drawing = Drawing(520, 210)
     for x, title in ((10.0, "rank s, which has the token"), (320.0, "rank d, which has some of its experts")):
         drawing.box(x, 26, 190, 176, PALE)
@@ -122,7 +122,7 @@ def between_gpus() -> Drawing:
 
 
 def kernel_roles() -> Drawing:
-    """The warps of a pingpong kernel over four tiles: one warpgroup's MMAs run beside the other's epilogue."""
+    """Draw the warps of a pingpong kernel over four tiles: one warpgroup's MMAs run beside the other's epilogue."""
     drawing, left, tall = Drawing(560, 178), 132.0, 26.0
     lanes = ["scheduler warp", "load warp (TMA)", "MMA warpgroup 0", "MMA warpgroup 1"]
     for lane, name in enumerate(lanes):
@@ -152,7 +152,7 @@ DRAWN: dict[str, Callable[[], Drawing]] = {
 
 
 def pictures() -> dict[str, bytes]:
-    """Every picture, by the stem of its file."""
+    """Return every picture as SVG, by the stem of its file."""
     with matplotlib.rc_context(SETTINGS):
         return {stem: draw().svg() for stem, draw in DRAWN.items()}
 

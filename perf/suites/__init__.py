@@ -34,7 +34,7 @@ MODULES = {
     **dict.fromkeys(("forward", "decode", "rows", "skew", "backward", "train", "power", "fp8"), "mlp"),
     "lora": "frozen",
 }
-"""Modules of suites that do not have the suite's name."""
+"""Modules of the suites whose module is not named after the suite."""
 
 
 def function_of(name: str) -> Callable[[Options], list[Record]]:

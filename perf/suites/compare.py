@@ -1,8 +1,8 @@
 """Named kernels of one or several bundles against each other and against dense cuBLAS, without the dispatcher.
 
-For whoever writes kernels and tuning tables. An operation holds one call of its operator on tensors of a case, made for
-a form: a spec whose tiles do not matter. Every kernel of that form runs on the same tensors by its exported function,
-with arguments taken beforehand; each result is compared with the reference before anything is timed.
+For developers of kernels and tuning tables. An `Operation` holds one call of an operator on a case's tensors, made for
+a form: a spec without regard to its tiles. Every kernel of that form runs on the same tensors by its exported function,
+with its arguments prepared beforehand; each result is compared with the reference before anything is timed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ MAX_RELATIVE_ERROR = 0.02  # one rounding of a result to 16 bits is about 0.002;
 
 
 class Kind(NamedTuple):
-    """An operation: its kernels' spec and fields of that spec, its operator, and widths of the operator's problem."""
+    """The constants of an operation: its kernels' spec class and fields of that spec, its operator, and the names of
+    the widths of the operator's problem.
+    """
 
     spec: type[Any]
     fields: dict[str, Any]
@@ -65,11 +67,11 @@ OPERATIONS = {
     "dw1": Kind(specs.GroupedWgradSpec, _16_BIT, "grouped_wgrad", ("h", "", "2i")),
     "dw2": Kind(specs.GroupedWgradSpec, _16_BIT, "grouped_wgrad", ("i", "", "h")),
 }
-"""dgrad and dw1 are of a gated w1."""
+"""The operations by name; dgrad and dw1 belong to a gated w1."""
 
 
 def problem_of(op: str, case: Case, spec: Any) -> Problem:
-    """The problem of an operation in a case that kernels of a form serve."""
+    """Return the dispatcher's problem for an operation in a case, of the kind that kernels of the form `spec` serve."""
     kind, sizes = OPERATIONS[op], {"h": case.hidden, "i": case.intermediate, "2i": 2 * case.intermediate, "": 0}
     in_features, inner, out_features = (sizes[name] for name in kind.widths)
     form = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
@@ -82,12 +84,13 @@ def problem_of(op: str, case: Case, spec: Any) -> Problem:
 
 
 class Operation:
-    """One set of tensors: random inputs, scaled so that every result has scale 1, and results full of NaN.
+    """One set of tensors of an operation: random inputs, scaled so that every result has scale 1, and results full of
+    NaN.
 
     Attributes:
-        call: of the operator. values: what exported functions of the form are passed.
-        weight: each [E, ., .] that is read or written. moved: every other tensor that is.
-        results: what a call writes.
+        call: the operator's call. values: arguments of the exported functions of the form.
+        weight: each tensor [E, ., .] that is read or written. moved: every other tensor that is read or written.
+        results: tensors that a call writes.
     """
 
     def __init__(self, op: str, case: Case, spec: Spec, generator: torch.Generator) -> None:
@@ -111,12 +114,12 @@ class Operation:
         return self.results
 
     def expected(self) -> tuple[Tensor, ...]:
-        """The reference's results, in the order of `results`."""
+        """Return the reference's results, in the order of `results`."""
         made = self.call.reference(self.problem)
         return tuple(one for one in (made if isinstance(made, tuple) else (made,)) if one is not None)
 
     def dense(self) -> object:
-        """cuBLAS on one matrix of the same FLOP: no groups, no activation."""
+        """Compute one matrix of the same FLOP with cuBLAS: no groups, no activation."""
         call, transpose_w = self.call, self.problem.transpose_w
 
         def right(weights: Tensor, transpose_w: bool) -> Tensor:
@@ -132,8 +135,8 @@ class Operation:
         return torch.mm(call.x, right(self.weight[0], transpose_w))
 
     def work(self, active: int) -> dict[str, int]:
-        """Useful FLOP, two for a multiply-add; and the fewest bytes: each of `active` experts' weights once, each other
-        tensor once.
+        """Return the useful FLOP, two for a multiply-add, and the fewest bytes: the weights of `active` experts once,
+        each other tensor once.
         """
         weights = sum(active * weight[0].numel() * weight.element_size() for weight in self.weight)
         return {
@@ -144,7 +147,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An exported function under the name that tables give it."""
+    """An exported function, with the name that tables give it."""
 
     name: str
     spec: Spec
@@ -152,29 +155,31 @@ class Candidate:
 
 
 def open_bundles(folders: tuple[str, ...]) -> dict[str, loader.Bundle]:
-    """Bundles by their folder; the usual one where none is named. From whatever sources they were built: comparing
-    builds is what this is for. Raises BundleError where one is missing or unreadable.
+    """Return the bundles by their folders; the usual bundle if no folder is named. Raises BundleError if one is missing
+    or unreadable.
+
+    A bundle may be built from any sources: comparing builds is what this is for.
     """
     roots = [loader.bundle_root(folder) for folder in folders or (None,)]
     return {str(root): loader.Bundle(root / ARCH, manifest.read(root / ARCH)) for root in roots}
 
 
 def tiles(spec: Spec) -> str:
-    """Return the tiles, which tell kernels of one form apart."""
+    """Return the names of the tiles, by which kernels of one form differ."""
     if isinstance(spec, GroupedMlpSpec):
         return f"{spec.fc1.tile.name} + {spec.fc2.tile.name}"
     return getattr(spec, "tile", TileConfig()).name
 
 
 def form_name(spec: Spec) -> str:
-    """A spec's name without tiles."""
+    """Return a spec's name without tiles."""
     return family_of(spec).name.replace(f"_{TileConfig().name}", "")
 
 
 def candidates(bundles: dict[str, Any], patterns: Sequence[str]) -> list[Candidate]:
-    """The functions whose names match one of the patterns, in the order of bundles and patterns.
+    """Return the functions whose names match one of the patterns, in the order of patterns, then of bundles.
 
-    Raises ValueError, naming the pattern, where one matches nothing in any bundle.
+    Raises ValueError, naming the pattern, if a pattern adds no function of any bundle.
     """
     found: dict[tuple[str, str], Candidate] = {}
     for pattern in patterns:
@@ -197,7 +202,7 @@ def by_form(chosen: list[Candidate]) -> dict[Spec, list[Candidate]]:
 
 
 class Contest(NamedTuple):
-    """Kernels of a form that compute an operation of a layer."""
+    """The kernels of one form that compute one operation of a layer."""
 
     op: str
     spec: Spec
@@ -205,9 +210,9 @@ class Contest(NamedTuple):
 
 
 def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[Contest]:
-    """One for each operation that a form of 16-bit operands computes.
+    """Return a contest for each operation that a form of 16-bit operands computes.
 
-    Raises ValueError where no kernel computes any of `ops`.
+    Raises ValueError if no kernel computes any of `ops`.
     """
     wanted = select_ops(tuple(OPERATIONS), ops)
     groups = [(spec, group) for spec, group in by_form(chosen).items() if specs.operands_of(spec) == "16bit"]
@@ -218,7 +223,7 @@ def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[Contest]:
 
 
 def make_sets(case: Case, op: str, spec: Spec, most: int = 8, device: str = "cuda") -> list[Operation]:
-    """Return as many sets of tensors as keep repeated calls out of L2, or `most`."""
+    """Return as many sets of tensors as keep repeated calls out of L2, at most `most`."""
     generator = torch.Generator(device).manual_seed(case.seed)
     sets = [Operation(op, case, spec, generator)]
     copies = min(copies_needed(sets[0].work(case.experts)["bytes"]), most)
@@ -230,7 +235,9 @@ def launches(candidate: Candidate, sets: list[Operation]) -> Call:
 
 
 def contestants(sets: list[Operation], competing: list[Candidate]) -> Iterator[Contestant]:
-    """A kernel that fails or is wrong is left out; what it does not write is NaN."""
+    """Yield each kernel as a contestant; one that fails or is wrong is left out. Elements that it does not write are
+    NaN.
+    """
     wanted = sets[0].expected()
 
     def build(one: Candidate) -> Call:
@@ -252,7 +259,7 @@ def _measure(case: Case, of: Contest, budget_s: float) -> list[Record]:
 
 
 def run_compare(options: Options) -> list[Record]:
-    """One record for each (case, operation, form)."""
+    """Measure and return one record for each (case, operation, form)."""
     if not options.specs:
         raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
     found = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)

@@ -1,4 +1,4 @@
-"""Experts across the GPUs of one host, a process each: both ends alone, and whole layers.
+"""Experts across the GPUs of one host, a process each: dispatch and combine alone, and whole layers.
 
 Every contestant is timed by all ranks at once, in turns, and a time is the slowest rank's median. Links are measured in
 the same run: an elementwise kernel that stores to the next rank's memory. "experts alone" is the layer of one GPU with
@@ -41,7 +41,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def _slowest(value: float) -> float:
-    """The largest of all ranks'."""
+    """Return the largest of all ranks' values."""
     held = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(held, dist.ReduceOp.MAX)
     return float(held)
@@ -53,7 +53,7 @@ def _together() -> None:
 
 
 def timed(calls: Calls, repeats: int) -> dict[str, float]:
-    """Microseconds of each call, host included, the slowest rank's median; contestants take turns."""
+    """Return the microseconds of each call, host time included: the slowest rank's median; contestants take turns."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-WARM_UP, SAMPLES):
         for name, call in calls.items():
@@ -68,7 +68,7 @@ def timed(calls: Calls, repeats: int) -> dict[str, float]:
 
 
 def in_graph(call: Callable[[], object]) -> Callable[[], object]:
-    """IN_GRAPH calls in one graph."""
+    """Return the replay of one graph of IN_GRAPH calls."""
     call()
     _together()
     graph = torch.cuda.CUDAGraph()
@@ -80,7 +80,7 @@ def in_graph(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def put_rate() -> float:
-    """GB/s of an elementwise kernel that stores to the next rank's memory, all ranks at once."""
+    """Return the GB/s of an elementwise kernel that stores to the next rank's memory, all ranks at once."""
     import torch.distributed._symmetric_memory as symmetric
 
     world = dist.get_world_size()
@@ -92,7 +92,7 @@ def put_rate() -> float:
 
 
 class Data(NamedTuple):
-    """Tensors of a rank: tokens, choices and their weights, and weights of its experts."""
+    """The tensors of a rank: tokens, choices and their weights, and weights of the rank's experts."""
 
     x: Tensor
     routing: Routing
@@ -101,7 +101,9 @@ class Data(NamedTuple):
 
 
 def data_of(layer: LayerCase, num_local: int, experts: int) -> Data:
-    """experts: that tokens choose among; num_local: that have weights here."""
+    """Return a rank's random tensors. experts: number that tokens choose among; num_local: number whose weights are
+    here.
+    """
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     random = normals(generator)
     logits = torch.randn(layer.tokens, experts, device="cuda", generator=generator)
@@ -110,7 +112,7 @@ def data_of(layer: LayerCase, num_local: int, experts: int) -> Data:
 
 
 def _crossing(ep: ExpertParallel, layer: LayerCase, ids: Tensor) -> float:
-    """Bytes that must leave or reach this rank, whichever are more."""
+    """Return the bytes that must leave this rank or reach it, whichever are more."""
     goes = ep.owners.destinations(ids) >= 0
     counts = [torch.zeros(ep.world, device="cuda", dtype=torch.int64) for _ in range(ep.world)]
     dist.all_gather(counts, goes.sum(0))
@@ -121,7 +123,7 @@ def _crossing(ep: ExpertParallel, layer: LayerCase, ids: Tensor) -> float:
 
 
 def _ends_of(ep: ExpertParallel, data: Data, has_graph: bool) -> dict[str, float]:
-    """Times of dispatch and of combine by events, and of both."""
+    """Return the times of dispatch and of combine, by CUDA events, and of both together."""
     routing, marks = data.routing, []
     x_here, here, handle = ep.dispatch(data.x, routing.ids, routing.weights)
     y_here = torch.zeros(here.ids.numel(), data.x.shape[1], device="cuda", dtype=BF16)
@@ -151,7 +153,9 @@ def _ends_of(ep: ExpertParallel, data: Data, has_graph: bool) -> dict[str, float
 
 
 def _ends(layer: LayerCase, eps: dict[str, ExpertParallel], rate: float) -> Record:
-    """Dispatch with its routing, and combine, of rows that are there; both in a graph where that can be."""
+    """Return the record of dispatch, with its routing, and combine without experts in between; both also in a graph if
+    that is possible.
+    """
     data = data_of(layer, 1, layer.experts)
     crossing = _slowest(_crossing(eps[SYMMETRIC], layer, data.routing.ids))
     times = {name: _ends_of(ep, data, name == SYMMETRIC) for name, ep in eps.items()}
@@ -160,7 +164,9 @@ def _ends(layer: LayerCase, eps: dict[str, ExpertParallel], rate: float) -> Reco
 
 
 def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any], has_graph: bool) -> Calls:
-    """Forward; and of many tokens the same by recipe "mxfp8" with folded weights, and forward with backward."""
+    """Return the calls by name: the forward; for many tokens also the forward by recipe "mxfp8" with folded weights,
+    and forward with backward.
+    """
     leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
 
     def train() -> None:
@@ -221,7 +227,9 @@ def _rank(rank: int, world: int, folder: str, case: str | None) -> None:
 
 
 def run_distributed(options: Options) -> list[Record]:
-    """On all GPUs of the host. Raises RuntimeError where there is one."""
+    """Run the suite on all GPUs of the host and return its records. Raises RuntimeError if there are fewer than two
+    GPUs.
+    """
     world = torch.cuda.device_count()
     if world < 2:
         raise RuntimeError("experts across GPUs need two of them or more")

@@ -45,7 +45,7 @@ Step = Callable[[], Any]
 
 
 def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Step]:
-    """dx through one weight."""
+    """Return the contestants that compute the gradient dx through one weight."""
     ready, given = quantised(name, w)
     wide, make = given.dequantize(torch.bfloat16), dequantising(given)
     return {
@@ -56,7 +56,7 @@ def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Step
 
 
 def _of_step(name: str, b: Buffers) -> dict[str, Step]:
-    """Forward and backward of grouped_mlp, of which x is trained."""
+    """Return the contestants that run grouped_mlp forward and backward for the gradient of x alone."""
     (w1, given1), (w2, given2) = (quantised(name, w) for w in (b.w1, b.w2))
     wide = [given.dequantize(torch.bfloat16) for given in (given1, given2)]
     make1, make2 = dequantising(given1), dequantising(given2)
@@ -74,7 +74,7 @@ def _of_step(name: str, b: Buffers) -> dict[str, Step]:
 
 
 def _measure_gradients(case: Case, budget_s: float) -> Iterator[Record]:
-    """One record a recipe and operation."""
+    """Yield one record for each recipe and operation."""
     b = make_buffers(case)[0]
     dh = torch.randn(len(b.x), b.w1.shape[1], device=b.x.device).to(b.x)
     steps: dict[str, Callable[[str], dict[str, Step]]] = {
@@ -99,7 +99,9 @@ run_frozen = over_cases("frozen", _measure_gradients)
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """x [N, H], its result's gradient, a routing, 16-bit weights, and trained adapters of all experts."""
+    """The tensors of a step: x [N, H], its result's gradient, a routing, 16-bit weights, and trained adapters of all
+    experts.
+    """
 
     x: Tensor
     dy: Tensor
@@ -117,7 +119,9 @@ class Data:
             leaf.grad = None
 
     def step(self, forward: Callable[[], Tensor]) -> Step:
-        """Return a forward and backward, which returns the gradients of all leaves that have one."""
+        """Return a function that runs the forward and its backward, and returns the gradients of all leaves that have
+        one.
+        """
 
         def run() -> Results:
             self.forget_gradients()
@@ -155,7 +159,9 @@ def _apart(d: Data, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def _adapter_steps(d: Data) -> dict[str, dict[str, Step]]:
-    """Contestants by recipe: the layer alone, ours, and what ours is compared with."""
+    """Return the contestants by recipe: the layer alone, the layer with our adapters, and the way that users go without
+    them.
+    """
     (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
     make1, make2 = dequantising(given1), dequantising(given2)
     made: dict[str, dict[str, Step]] = {}
@@ -169,7 +175,7 @@ def _adapter_steps(d: Data) -> dict[str, dict[str, Step]]:
 
 
 def _measure_adapters(case: LayerCase, budget_s: float) -> Iterator[Record]:
-    """One record a recipe."""
+    """Yield one record for each recipe."""
     d = make_data(case)
     for recipe, steps in _adapter_steps(d).items():
         for step in steps.values():

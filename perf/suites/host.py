@@ -45,7 +45,7 @@ BARE_MLP = "bare grouped_mlp (2 launches)"
 
 
 def bare_items(b: Buffers) -> dict[str, Item]:
-    """The kernels that the dispatcher gives this layer, as bare launches."""
+    """Return, as bare launches, the kernels that the dispatcher chooses for this layer."""
     sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
     problem = Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu")
     spec = choose(problem, ARCH).spec
@@ -72,7 +72,9 @@ def _bare(bare: Bare, kernel: Fixed) -> Item:
 
 
 def _items(b: Buffers, peers: dict[str, Call]) -> dict[str, Item]:
-    """Ours, torch's operators and peers. Calls on `some rows` have groups without rows: the GPU has nothing to do."""
+    """Return the items to time: our calls, torch's operators and peers. Calls on `some rows` have only groups without
+    rows, so the GPU has nothing to do.
+    """
     x, offs = b.x.new_empty(2 * MAX_PLANS, b.x.shape[1]), torch.zeros_like(b.offs)
     counts = itertools.cycle(range(2, len(x)))
     return {
@@ -89,7 +91,7 @@ def _items(b: Buffers, peers: dict[str, Call]) -> dict[str, Item]:
 
 
 def run_host(options: Options) -> list[Record]:
-    """A record of all items."""
+    """Measure and return one record that holds all items."""
     b = make_buffers(TINY)[0]
     ours, *peers = admitted("host", contestants("mlp", [b], find_quack(options.quack), has_dense=False)).calls.items()
     items = {"one launch (torch's empty kernel)": launch_nothing, **bare_items(b), **_items(b, dict(peers))}

@@ -42,9 +42,9 @@ EAGER, GRAPH = "eager", "graph"
 GRAPH_TOKENS = 4096  # above, no gap between launches shows
 SAMPLE_US = 4000.0  # an eager sample lasts about so long: waiting for its end takes some 10 us
 MAX_CALLS = 50
-MIN_ROUNDS = 3  # of calls of up to 60 ms each
+MIN_ROUNDS = 3  # rounds of calls of up to 60 ms each
 ENQUEUE_US = 400.0  # more than the host needs for a step
-PART_CALLS = 20  # of a part in a graph
+PART_CALLS = 20  # calls of a part in a graph
 api: Any = glulam
 Steps = dict[str, Callable[[], Any]]
 BACKWARD = "backward of "
@@ -61,7 +61,7 @@ def _route_backward(logits: Tensor, k: int, d_scale: Tensor) -> Callable[[], Ten
 
 @torch.no_grad()
 def steps_of(d: LayerData, op: str) -> Steps:
-    """The steps of FORWARD or TRAIN in their order, to be called without gradients."""
+    """Return the steps of FORWARD or TRAIN in their order, to be called without gradients."""
     b, k, is_training = d.batches[0], d.case.top_k, op != FORWARD
     logits = F.linear(b.x, d.router)
     routing = api.route(logits, k, normalize=k > 1)
@@ -104,8 +104,11 @@ def steps_of(d: LayerData, op: str) -> Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """calls by contestant, which compute the same, or `wanted` where the second is a mere copy. bytes: the fewest,
-    where they are the limit. Routing alone is left to the tests: ids and rows are right or wrong.
+    """A part of the layer that is timed alone.
+
+    calls: by contestant; all compute the same, unless the second is a mere copy: then the first is compared with
+    `wanted`. bytes: the fewest, if they are the limit. The results of routing are checked by tests alone: ids and rows
+    are right or wrong.
     """
 
     name: str
@@ -116,7 +119,7 @@ class Part:
     wanted: Tensor | None = None
 
     def contestants(self) -> Iterator[Contestant]:
-        """The first is compared with what is wanted, or with the second."""
+        """Yield the contestants; the first one's result is compared with `wanted`, or with the second one's."""
         _, second = (*self.calls.values(), None)[:2]
         wanted = second if self.wanted is None else lambda: self.wanted
         return of_calls(self.calls, next(iter(self.calls)), wanted, BACKWARD_ERROR, required=False)
@@ -146,7 +149,7 @@ def _gemm_parts(d: LayerData) -> Iterator[Part]:
 
 
 def _moving_parts(d: LayerData) -> Iterator[Part]:
-    """Each against a device copy of as many bytes."""
+    """Yield permute and combine, each against a device copy of as many bytes."""
     case, b = d.case, d.batches[0]
     routing = api.route(F.linear(b.x, d.router), case.top_k)
     elements = b.x.numel() + b.rows.numel()
@@ -161,7 +164,9 @@ def _moving_parts(d: LayerData) -> Iterator[Part]:
 
 
 def layer_parts(d: LayerData) -> Iterator[Part]:
-    """A layer's parts, one after the other, for room. They record no gradient: call them without."""
+    """Yield a layer's parts one after the other, to save memory. They record no gradient: call this with gradients
+    disabled.
+    """
     yield from _gemm_parts(d)
     if not d.case.decode:  # a few tokens move in the time of a launch
         yield from _moving_parts(d)
@@ -180,8 +185,10 @@ def routing_parts(device: str = "cuda") -> Iterator[Part]:
 
 
 def memory(layer: Layer, d: LayerData, op: str) -> dict[str, int]:
-    """In bytes: the peak of a call, above what was there before; and of TRAIN what stays from forward to backward, the
-    result included. In a thread of its own, so that buffers which ours keep for a thread's next call count as well.
+    """Return in bytes the peak of a call above the memory allocated before; for TRAIN also what is kept from forward to
+    backward, the result included.
+
+    It runs in a thread of its own, so that buffers which our operators keep for a thread's next call count as well.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_memory, layer, d, op).result()
@@ -219,7 +226,7 @@ def _eager_sampler(call: Call) -> Sampler:
 
 
 def _replay_sampler(call: Call, count: int, pool: Any = None) -> Sampler:
-    """Samples of one of `count` calls that are replayed as one graph."""
+    """Return a sampler of the device time of one of `count` calls that are replayed as one graph."""
 
     def run() -> None:
         for number in range(count):
@@ -229,7 +236,9 @@ def _replay_sampler(call: Call, count: int, pool: Any = None) -> Sampler:
 
 
 def _time(d: LayerData, op: str, mode: str, who: Admitted, budget_s: float) -> Record:
-    """Time everybody in one mode. A contestant that cannot be captured is left out of replays."""
+    """Time every contestant in one mode and return the record. A contestant that cannot be captured is left out of
+    replays.
+    """
     left_out, samplers = dict(who.left_out), {}
     make: Callable[[Call], Sampler] = _eager_sampler
     if mode == GRAPH:
@@ -249,7 +258,9 @@ def _work(d: LayerData, op: str) -> Record:
 
 
 def _measure_op(d: LayerData, op: str, budget_s: float) -> Iterator[Record]:
-    """An eager record, which has the memory as well, and a replayed one."""
+    """Yield an eager record, which also holds the memory, and, if the tokens are at most GRAPH_TOKENS, a replayed
+    one.
+    """
     every = layers()
     who = admitted(f"{d.case.label}, {op}", contestants(d, op, every))
     torch.cuda.empty_cache()
@@ -282,7 +293,7 @@ def _measure_part(part: Part, budget_s: float) -> list[Record]:
 
 @torch.no_grad()
 def _measure_parts(parts: Iterator[Part], budget_s: float) -> list[Record]:
-    """Each with a tenth of the budget: there are some ten."""
+    """Return the records of all parts, each measured with a tenth of the budget: there are some ten parts."""
     return [record for part in parts for record in _measure_part(part, budget_s / 10)]
 
 
@@ -298,8 +309,8 @@ def _measure(case: LayerCase, ops: tuple[str, ...], budget_s: float) -> Iterator
 
 
 def run_layer(options: Options) -> list[Record]:
-    """Records of each case: op "forward" and "train", eager and "graph"; "stages" of even routing; "parts" of what is
-    published, and of routing at several sizes.
+    """Measure each case and return records of op "forward" and "train", eager and "graph"; of "stages" of even routing;
+    of "parts" of published layers, and of routing at several sizes.
     """
     ops = select_ops(OPS, options.ops)
     cases = layer_cases(options.case, options.routings, options.published)

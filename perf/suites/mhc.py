@@ -1,13 +1,14 @@
 """The hyper-connection operators, forward and backward: device time against the bytes that they must move, against
 torch.compile of the reference in the same run, and the host time of a call.
 
-Minimal bytes: every input that a direction needs is read once and every result written once. Of streams (n a token)
-and single vectors of C, forward reads and writes: aggregate n and 1; post_mix n + 1 and n; project n and none; sinkhorn
-the matrices. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; project n and n; sinkhorn two matrices and
-one. `pre`, all before a sub-layer: forward 2n and 1, since all columns of a token make the weights of its first;
-backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read. `boundary`: forward n + 1
-and n + 1; backward 2n + 2 and n + 1, since the updated streams are those before and y. With x in MXFP8 it writes n
-streams and 1 + 1/32 bytes an element of x, and has no backward.
+Minimal bytes: every input that a direction needs is read once and every result written once. Counted in vectors of C
+elements a token (the streams are n of them), forward reads and writes: aggregate n and 1; post_mix n + 1 and n; project
+n and none; sinkhorn its matrices alone. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; project n and n;
+sinkhorn reads two matrices and writes one. `pre`, everything before a sub-layer: forward 2n and 1, since all columns of
+a token are needed for the weights of its first column; backward 3n + 2 and n, for the same reason, with the residual's
+gradient among what is read. `boundary`: forward n + 1 and n + 1; backward 2n + 2 and n + 1, since the updated streams
+are computed from the streams before and y. With x in MXFP8 it writes n streams and 1 + 1/32 bytes an element of x, and
+has no backward.
 
 The projection's weight is float32, and once 16-bit, whose kernels are others, and once float32 with a norm's weight.
 Sinkhorn is measured on many more matrices, too: what bounds it then is instructions, 4 a cycle and SM.
@@ -44,7 +45,7 @@ ITERS, EPS = 20, 1e-6
 
 
 class Size(NamedTuple):
-    """s, b, n and C of the streams."""
+    """The sizes of the streams [s, b, n, C]: sequence length, batch, streams a token, width."""
 
     s: int
     b: int
@@ -86,7 +87,9 @@ class Moved(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An operator: our call, torch's, its inputs, and what forward and backward move; None: there is no backward."""
+    """An operator: our call, torch's, its inputs, and what forward and backward move; None for an operator without
+    backward.
+    """
 
     op: str
     ours: Callable[..., Any]
@@ -131,7 +134,7 @@ def _between_sublayers(z: Size) -> list[Tensor]:
 
 
 def _instructions(n: int) -> tuple[int, int]:
-    """The least that Sinkhorn takes of a thread's matrix, forward and backward.
+    """Return the fewest instructions that Sinkhorn takes for a thread's matrix, forward and backward.
 
     Per iteration 2n lines, each a sum of n products, a reciprocal and two products; backward the same again with 2n
     factors stored, then 2n lines of 2n + 1 products with the factors loaded. Around them, per element: difference,
@@ -154,7 +157,9 @@ def _boundary(
     y: Tensor, streams: Tensor, pre: Tensor, post: Tensor, comb: Tensor, weight: Tensor, scale: Tensor, base: Tensor,
     norm_weight: Tensor,
 ) -> Any:  # fmt: skip
-    """The boundary as a model would write it: Sinkhorn in float32, where the CPU reference computes it in float64."""
+    """Compute the boundary as a model would write it: Sinkhorn in float32, where the CPU reference computes it in
+    float64.
+    """
     n = streams.shape[-2]
     updated = (comb.mT @ streams.float() + post[..., None] * y.float()[..., None, :]).to(streams.dtype)
     u = (pre[..., None] * updated.float()).sum(-2).to(streams.dtype).float()
@@ -203,19 +208,19 @@ CASES = (
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of a result, MXFP8 as the numbers that it stands for."""
+    """Return the tensors of a result; an MXFP8 tensor is dequantised."""
     parts: list[Any] = [one for one in listed(value) if one is not None]
     return [one.dequantize() if isinstance(one, glulam.MXFP8Tensor) else one.detach() for one in parts]
 
 
 def _error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest difference from the reference in torch, relative to the largest value of each tensor."""
+    """Return the largest difference from torch's reference, relative to the largest absolute value of each tensor."""
     pairs = zip(got, wanted, strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
 def _backward_call(call: Callable[..., Any], given: list[Tensor]) -> Call:
-    """Autograd's backward of one recorded forward, again and again."""
+    """Return a call of autograd's backward of one recorded forward, which can be repeated."""
     leaves = [t.detach().requires_grad_() for t in given]
     results = listed(call(*leaves))
     torch.manual_seed(GRADIENT_SEED)
@@ -260,7 +265,7 @@ def _measure_host(budget_s: float) -> Record:
 
 
 def run_mhc(options: Options) -> list[Record]:
-    """One record for each (operator, direction), then one of the items of the host's time."""
+    """Measure and return one record for each (operator, direction), then one of host times."""
     functorch_config.donated_buffer = False  # or backward could run only once
     cases = [case for case in CASES if not options.case or options.case in case.op]
     directions = {True: ("forward", "backward"), False: ("forward",)}

@@ -1,9 +1,9 @@
 """Suites of the experts' operators against cuBLAS, torch and QuACK: forward, backward, both as one layer in training,
-each contestant alone; and the MLP by every recipe, quantising its input included.
+each contestant alone ("power"); and the MLP by every recipe, quantising its input included.
 
-In turns, as all other suites measure, contestants share a clock. Alone ("power"), each has the clock that its own bytes
-and multiplications earn, which tells how much of a difference is energy and how much is time in which nothing
-multiplies.
+All other suites time contestants in turns, so that they share a clock. Alone ("power"), each contestant runs at the
+clock that its own bytes and multiplications allow, which tells how much of a difference is energy and how much is time
+in which nothing multiplies.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from ..timing import ENQUEUE_US, measure_device, peak_bytes
 BACKWARD_ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches
 TRAINING_ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and backward, some thirty launches
 CALLS_PER_SAMPLE = 20
-SETTLING = 0.4  # of a contestant's time alone, in which clock and temperature become its own
+SETTLING = 0.4  # share of a contestant's time alone in which clock and temperature settle
 
 Time = Callable[[dict[str, Call], str], dict[str, Any]]
 
 
 def work_of(suite: str, case: Case, op: str, active_experts: int) -> Record:
-    """FLOP and bytes, where a suite's results have them; of other suites, tables count them by the case."""
+    """Return the FLOP and bytes that a suite's records hold; for other suites nothing, since tables compute them from
+    the case.
+    """
     work = {"flop": case.flop(op), "bytes": case.bytes(op, active_experts)}
     kept = {"backward": ("flop", "bytes"), "power": ("flop",)}.get(suite, ())
     return {name: work[name] for name in kept}
@@ -46,7 +48,7 @@ def work_of(suite: str, case: Case, op: str, active_experts: int) -> Record:
 
 @torch.no_grad()
 def _measure(suite: str, case: Case, ops: Sequence[str], quack: Quack | None, time_of: Time) -> Iterator[Record]:
-    """One record for each operation, the forward's first."""
+    """Yield one record for each operation, the forward's operations first."""
     for kernels, make in ((OPS, make_buffers), (KERNELS, lambda case: [make_training(case)])):
         wanted = [op for op in ops if op in kernels]
         sets: list[Any] = list(make(case)) if wanted else []
@@ -66,7 +68,7 @@ def _in_turns(calls: dict[str, Call], op: str, budget_s: float) -> dict[str, Any
 
 
 def run_in_turns(suite: str, known: Sequence[str], options: Options) -> list[Record]:
-    """One record for each (case, operation)."""
+    """Measure the contestants in turns and return one record for each (case, operation)."""
     cases, ops = cases_of(suite, options.case), select_ops(known, options.ops)
     time_of = partial(_in_turns, budget_s=options.budget_s / len(cases) / len(ops))
     quack = find_quack(options.quack)
@@ -74,7 +76,7 @@ def run_in_turns(suite: str, known: Sequence[str], options: Options) -> list[Rec
 
 
 def run_alone(call: Call, seconds: float, readings: Readings) -> dict[str, float]:
-    """Time of a call and the GPU's readings, after settling."""
+    """Run one contestant alone for `seconds`; return the time of a call and the GPU's readings, both after settling."""
     begin = time.monotonic()
     settled, end = begin + SETTLING * seconds, begin + seconds
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -91,7 +93,9 @@ def run_alone(call: Call, seconds: float, readings: Readings) -> dict[str, float
 
 
 def run_power(options: Options) -> list[Record]:
-    """One record for each case and operation, FC1 and the backward's kernels under even routing."""
+    """Measure each contestant alone and return one record for each case and operation: FC1 and the backward's kernels,
+    even routing.
+    """
     cases, ops = cases_of("power", options.case), select_ops(("fc1", *KERNELS), options.ops)
     seconds, quack = options.budget_s / len(cases) / len(ops), find_quack(options.quack)
     with follow_gpu() as readings:
@@ -120,12 +124,16 @@ def saved_bytes(call: Callable[[Training], Any], d: Training) -> int:
 
 
 def needed_bytes(case: Case) -> int:
-    """x, the preactivation and the row scale: all that a backward cannot do without, or recompute cheaply."""
+    """Return the bytes of x, the preactivation and the row scale: all that a backward needs and cannot recompute
+    cheaply.
+    """
     return BYTES_PER_ELEMENT * case.rows * (case.hidden + 2 * case.intermediate) + 4 * case.rows
 
 
 def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
-    """Memory before anything else ran, so that buffers which a library keeps for the next call count."""
+    """Yield the record of a case. Memory is measured before anything else runs, so that buffers which a library keeps
+    for the next call count.
+    """
     d, layers = make_training(case), OPERATIONS[LAYER]
     memory = {
         "peak_bytes": {name: peak_bytes(partial(call, d), d.forget_gradients) for name, call in layers.items()},
@@ -138,7 +146,7 @@ def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
 
 
 def run_fp8(options: Options) -> list[Record]:
-    """One record a case. `--op`: contestants."""
+    """Measure and return one record for each case. `--op` chooses contestants."""
     names = select_ops(quantised.CONTESTANTS, options.ops)
 
     def measure(case: Case, budget_s: float) -> Iterator[Record]:

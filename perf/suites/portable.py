@@ -30,7 +30,7 @@ ARCHS = {PORTABLE: "sm_90", PORTABLE_MXFP8: "sm_90", NATIVE: "sm_90a"}
 RECIPES = {PORTABLE: BF16, NATIVE: BF16, PORTABLE_MXFP8: "mxfp8_weight_only"}
 MMA_SHAPE = 16, 8, 16
 TILES = 16
-"""Independent sums of a warp, so that no MMA waits for the one before."""
+"""Independent accumulator tiles of a warp, so that no MMA waits for the one before it."""
 WARPS, ROUNDS = 8, 2048
 SOURCE = f"""
 extern "C" __global__ void mma_alone(float* out, int rounds) {{
@@ -56,7 +56,9 @@ extern "C" __global__ void mma_alone(float* out, int rounds) {{
 
 
 def mma_alone() -> tuple[Call, int]:
-    """A call, and its FLOP. Raises RuntimeError where torch cannot compile CUDA here."""
+    """Return a call of the kernel that does nothing but mma.sync, and its FLOP. Raises RuntimeError if torch cannot
+    compile CUDA here.
+    """
     compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
     if compile_kernel is None:
         raise RuntimeError("this torch cannot compile CUDA at run time; take 2.9 or later")
@@ -68,7 +70,7 @@ def mma_alone() -> tuple[Call, int]:
 
 @contextmanager
 def served_by(arch: str) -> Iterator[None]:
-    """Kernels of an architecture serve what is called within."""
+    """Let the kernels of `arch` serve all calls in the block."""
     with mock.patch.dict(os.environ, {devices.ENV_ARCH: arch, devices.ENV_UNVALIDATED: "1"}):
         _forget()
         try:
@@ -83,7 +85,7 @@ def _forget() -> None:
 
 
 def _replays(name: str, sets: Sequence[Buffers]) -> Call:
-    """A graph for each set of tensors."""
+    """Return a call that replays, in turn, a graph for each set of tensors."""
     with served_by(ARCHS[name]) if name in ARCHS else nullcontext():
         mlp: Mlp = mlp_by(RECIPES[name], sets) if name in RECIPES else torch_mlp
         replays = [capture(partial(mlp, b)) for b in sets]

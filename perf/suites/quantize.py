@@ -42,7 +42,7 @@ class Form:
 
     @property
     def bytes(self) -> int:
-        """The fewest: the input once, each copy's elements and scales once."""
+        """Return the fewest bytes: the input once, each result's elements and scales once."""
         elements, width = self.rows * self.columns, getattr(torch, self.dtype).itemsize
         if self.experts:
             scales = self.rows if self.axis == "row" else self.experts * self.columns
@@ -62,8 +62,8 @@ class Form:
 
 
 def forms_of(case: Case) -> Iterator[Form]:
-    """The input of a layer: every axis, block and layout in bfloat16, and the axes in the other dtypes. Then the
-    weights of FC1, along either axis.
+    """Yield the forms of a layer: its input by every axis, block and layout in bfloat16, and every axis in the other
+    dtypes; then the weights of FC1, along either axis.
     """
     x = Form(f"{case.name} x [{case.rows}, {case.hidden}]", case.rows, case.hidden)
     axes = ("row", "col", "both")
@@ -78,7 +78,9 @@ def forms_of(case: Case) -> Iterator[Form]:
 
 
 def check(form: Form, x: Tensor) -> None:
-    """Raise RuntimeError if the first rows, of w the first expert's, are not what the CPU reference makes of them."""
+    """Raise RuntimeError if the results for the first rows (of w, for the first expert's) differ from the CPU
+    reference's.
+    """
     part = x[:1, :CHECKED_ROWS] if form.experts else x[:CHECKED_ROWS]
     pairs = zip(*(listed(form.call(each)) for each in (part, part.cpu())), strict=True)
     for got, wanted in ((getattr(a, field), getattr(b, field)) for a, b in pairs for field in ("data", "scale")):
@@ -87,7 +89,9 @@ def check(form: Form, x: Tensor) -> None:
 
 
 def _measure(form: Form, budget_s: float) -> Record:
-    """Calls into caches that the calls before have swept, each with its own buffers."""
+    """Time a form and a copy of as many bytes. Each call has its own buffers, which earlier calls have swept out of
+    L2.
+    """
     sets = []
     for _ in range(copies_needed(form.bytes)):
         x = torch.randn(form.shape, device="cuda").to(getattr(torch, form.dtype))
@@ -103,6 +107,6 @@ def _measure(form: Form, budget_s: float) -> Record:
 
 
 def run_quantize(options: Options) -> list[Record]:
-    """One record a form."""
+    """Measure and return one record for each form."""
     forms = [form for case in cases_of("quantize", options.case) for form in forms_of(case)]
     return records_of("quantize", forms, lambda form: [_measure(form, options.budget_s / len(forms))])

@@ -41,7 +41,7 @@ COMPARED = 64  # tokens, evenly spaced, the first and the last among them
 ROWS_16_BITS, ROWS_FP8 = 0.02, 0.08
 """Bounds of a result's error. Rounding x and the activation to E4M3 makes 0.045, a wrong expert or scale about 1."""
 PACKAGES = {"humming": "serving_humming", "vllm": "serving_vllm"}
-"""Packages and the modules that call them, each with a function `peers` of models and recipes."""
+"""Packages, and the modules that call them; each module has a function `peers(models, recipes)`."""
 FP8_ROWS = ("mxfp8", "mxfp4", "fp8_block")
 
 
@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def here(self) -> Tensor:
-        """The ids of experts here, one for each row."""
+        """Return the ids of the choices whose experts are here, one for each row."""
         return self.ids[self.ids >= 0]
 
 
@@ -74,12 +74,12 @@ OfBatch = Callable[[Batch], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts by one library.
+    """One library's implementation of the experts.
 
     Attributes:
-        recipes: ours that it stands beside. weights: the recipe whose checkpoint format it reads.
-        make: prepares a model's weights w1 [E, 2I, H] and w2 [E, H, I] of that format, which it leaves as they are.
-        bound: of the result's error.
+        recipes: our recipes that it is compared with. weights: the recipe whose checkpoint format it reads.
+        make: prepares a model's weights w1 [E, 2I, H] and w2 [E, H, I] of that format, which it leaves unchanged.
+        bound: the largest error of a result that rounding explains.
     """
 
     name: str
@@ -128,7 +128,9 @@ def compared(tokens: int) -> list[int]:
 
 
 def expected(b: Batch, w1: Any, w2: Any) -> Tensor:
-    """Results [compared tokens, H] in float32, of weights as their format has them and rows that nobody rounds."""
+    """Return the compared tokens' results in float32, [compared tokens, H]: weights dequantised from their format, rows
+    never rounded.
+    """
 
     def matrix(w: Any, expert: int) -> Tensor:
         return w[expert].float() if isinstance(w, Tensor) else w[expert].dequantize(torch.float32)
@@ -187,7 +189,9 @@ class Model:
         return self.formats[recipe]
 
     def competing(self, recipe: str, peers: list[Experts]) -> Competing:
-        """Return those that have prepared their weights, we first; what another recipe read is freed before."""
+        """Return the contestants whose weights could be prepared, ours first; weights of another recipe's formats are
+        freed before.
+        """
         self.formats.clear()
         torch.cuda.empty_cache()
         mine = ours(recipe)
@@ -199,8 +203,9 @@ class Model:
 
 
 def _captured(experts: Experts, call: OfBatch, b: Batch, reference: Tensor, pool: Any) -> Call:
-    """Return the replay. The buffer holds NaN before each checked call, so that what nobody writes is an error. Raises
-    Wrong if the call itself is wrong.
+    """Capture a call and return its replay. Raises Wrong if the call itself is wrong.
+
+    The result buffer holds NaN before each checked call, so that elements which nobody writes count as errors.
     """
     b.out.fill_(torch.nan)
     found = error(call(b), reference)
@@ -212,7 +217,7 @@ def _captured(experts: Experts, call: OfBatch, b: Batch, reference: Tensor, pool
 
 
 def contestants(model: Model, competing: Competing, b: Batch) -> Iterator[Contestant]:
-    """Contestants of a batch, each held to the reference of the weights that it reads."""
+    """Yield the contestants of a batch, each compared with the reference of the weights that it reads."""
     pool = torch.cuda.graph_pool_handle()
     references = functools.cache(lambda weights: expected(b, *model.weights(weights)[0]))
     for one, call in competing:
@@ -231,7 +236,7 @@ def _measure(model: Model, case: ServingCase, recipe: str, competing: Competing,
 
 @torch.no_grad()
 def run_serving(options: Options) -> list[Record]:
-    """One record a case and recipe."""
+    """Measure and return one record for each case and recipe."""
     cases, recipes = select(SERVING, options.case), select_ops(SERVING_RECIPES, options.ops)
     budget_s = options.budget_s / len(cases) / len(recipes)
     by_model = [list(group) for _, group in itertools.groupby(cases, lambda case: case.name)]

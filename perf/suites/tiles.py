@@ -1,10 +1,10 @@
 """Every tile of a bundle at every number of rows of the models that a table of choices covers, in one short run; and
 the table that the dispatcher reads, made from a result.
 
-What the dispatcher's rule is fitted to and held against, so breadth counts more than the third digit: few rounds, short
-samples sized by the machine's limits instead of by trial, and each kernel checked once an operation and model. Here
---budget is the time of the whole suite. Numbers of rows come coarse first, so that what does not fit the budget is
-every other power of two.
+The dispatcher's rule is fitted to these results and checked against them, so breadth counts more than the third digit:
+few rounds, short samples sized by the machine's limits instead of by trial, and each kernel checked once for an
+operation and model. Here --budget is the time of the whole suite. Coarse numbers of rows come first, so that what does
+not fit the budget is every other power of two.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ FORWARD_AND_DGRAD = tuple(FORMS)
 SPECS = ("grouped_glu_bf16_swiglu_concat_t*", "grouped_mm_bf16_n?_t*")
 CHECK_ROWS = 48  # an expert: whole tiles and tails under skew
 
-MAX_BYTES = 40e9  # of one set of tensors
+MAX_BYTES = 40e9  # bytes of one set of tensors
 MAX_US = 5000.0  # by the limits below; larger problems have the choice of the largest that is measured
-FLOP_PER_US, BYTES_PER_US, LAUNCH_US = 700e6, 4e6, 5.0  # what an H200 reaches
+FLOP_PER_US, BYTES_PER_US, LAUNCH_US = 700e6, 4e6, 5.0  # rates and launch time of an H200
 MAX_COPIES = 3  # sets of tensors, where one would stay in L2 from call to call
 SAMPLE_US = 300.0
 MAX_CALLS_PER_SAMPLE = 12
@@ -50,14 +50,14 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 9
 
 
 def _mean(records: list[Record]) -> dict[str, float]:
-    """Microseconds by tile, geometric mean over the routings, of the tiles that all of them have."""
+    """Return microseconds by tile: the geometric mean over the routings, for tiles that all of them have."""
     names = [name for name in records[0]["us"] if all(name in record["us"] for record in records)]
     logs = {name: sum(math.log(record["us"][name]) for record in records) / len(records) for name in names}
     return {name: float(f"{math.exp(log):.{DIGITS}g}") for name, log in logs.items()}
 
 
 def _shape(key: Shape, records: list[Record]) -> dict[str, Any]:
-    """One line of the table: times by rows an expert."""
+    """Return one line of the table: a GEMM's sizes, and its times by tile and rows an expert."""
     sizes = sorted({record["rows_per_expert"] for record in records})
     means = [_mean([record for record in records if record["rows_per_expert"] == size]) for size in sizes]
     tiles = [name for name in means[0] if all(name in mean for mean in means)]
@@ -66,7 +66,7 @@ def _shape(key: Shape, records: list[Record]) -> dict[str, Any]:
 
 
 def make_table(result: Result) -> dict[str, Any]:
-    """Every shape's times and what they were measured on."""
+    """Return the table: the times of every GEMM's sizes, and the stamp of their measurement."""
     shapes: dict[Shape, list[Record]] = {}
     for record in result["records"]:
         key = FORMS[record["op"]], record["experts"], record["n"], record["k"]
@@ -76,13 +76,15 @@ def make_table(result: Result) -> dict[str, Any]:
 
 
 def text(table: dict[str, Any]) -> str:
-    """JSON with a shape a line."""
+    """Return the table as JSON with one line for each shape."""
     lines = ",\n".join(json.dumps(shape, separators=(",", ":")) for shape in table["shapes"])
     return f'{{"stamp": {json.dumps(table["stamp"])},\n"shapes": [\n{lines}\n]}}\n'
 
 
 def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED) -> Path:
-    """Writes the measurements that ship, from a result file. Raises ValueError where that is not of the tiles suite."""
+    """Write the measurements that ship, made from a result file; return the path. Raises ValueError if the file is not
+    a result of the tiles suite.
+    """
     result = read(source)
     if result["suite"] != "tiles":
         raise ValueError(f"{source} is a result of suite {result['suite']!r}; a table is made of one of 'tiles'")
@@ -92,19 +94,19 @@ def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED
 
 
 def columns_and_depth(case: Case, op: str) -> tuple[int, int]:
-    """(N, K) of an expert's GEMM: columns of the result before the gate, and the contraction."""
+    """Return (N, K) of an expert's GEMM: columns of the result before the gate, and the contracted dimension."""
     hidden, inner = case.hidden, case.intermediate
     return {"fc1": (2 * inner, hidden), "fc2": (hidden, inner), "dgrad": (hidden, 2 * inner)}[op]
 
 
 def case_bytes(case: Case, op: str) -> int:
-    """Every tensor of 16 bits, read or written once."""
+    """Return the bytes of all tensors, of 16 bits an element, each read or written once."""
     columns, depth = columns_and_depth(case, op)
     return 2 * (case.experts * columns * depth + case.rows * (columns + depth))
 
 
 def rough_us(case: Case, op: str) -> float:
-    """About how long a good kernel takes, from the machine's limits."""
+    """Estimate a good kernel's microseconds from the machine's limits."""
     flop = 2 * case.rows * math.prod(columns_and_depth(case, op))
     return max(case_bytes(case, op) / BYTES_PER_US, flop / FLOP_PER_US) + LAUNCH_US
 
@@ -123,14 +125,16 @@ def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]
 
 
 def right_kernels(case: Case, contest: Contest) -> list[str]:
-    """The kernels whose results are right on a skewed case of few rows; a warning for any other."""
+    """Return the kernels whose results are right on a skewed case of few rows; warn of every other one."""
     small = dataclasses.replace(case, rows=CHECK_ROWS * case.experts, routing="dirichlet")
     sets = make_sets(small, contest.op, contest.spec, 1)
     return list(admitted(f"{case.name}, {contest.op}", contestants(sets, contest.competing)).calls)
 
 
 def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> Record:
-    """The GEMM as the dispatcher knows it, its limits' numerators, and the median microseconds of each tile."""
+    """Return the record: the GEMM as the dispatcher describes it, its FLOP and bytes, and the median microseconds of
+    each tile.
+    """
     sets = make_sets(case, contest.op, contest.spec, MAX_COPIES)
     calls = min(math.ceil(SAMPLE_US / rough_us(case, contest.op)), MAX_CALLS_PER_SAMPLE)
     samplers = {}
@@ -155,8 +159,8 @@ def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> 
 
 
 def measure_all(waiting: list[tuple[Case, Contest]], budget_s: float) -> Iterator[Record]:
-    """A record for each contest that the budget has room for. A kernel that breaks the GPU ends the sweep with a
-    warning: what was measured before is kept.
+    """Yield a record for each contest that fits the budget. A kernel that breaks the GPU ends the sweep with a warning:
+    what was measured before is kept.
     """
     deadline = time.perf_counter() + budget_s
     right: dict[tuple[str, str], list[str]] = {}
@@ -177,7 +181,7 @@ def measure_all(waiting: list[tuple[Case, Contest]], budget_s: float) -> Iterato
 
 
 def run_tiles(options: Options) -> list[Record]:
-    """One record for each (model, operation, routing, rows an expert) that the budget has room for."""
+    """Measure and return one record for each (model, operation, routing, rows an expert) that fits the budget."""
     chosen = candidates(open_bundles(options.bundles), options.specs or SPECS)
     records = list(measure_all(todo(chosen, options), options.budget_s))
     return sorted(records, key=lambda r: (r["op"], r["model"], r["routing"], r["rows_per_expert"]))

@@ -28,7 +28,9 @@ INPUTS = 16
 """Inputs that take turns, so that the experts of one token have left L2 before they are read again."""
 MOST_ERROR = 2.0
 MOST_BATCHED = 256
-"""Tokens: batched_mm copies the weights of every choice, which takes at most half of the memory that is left, too."""
+"""The most tokens that batched_mm is timed with: it copies the weights of every choice, which may also take at most
+half of the free memory.
+"""
 CALLS = 16
 STEP_TOKENS, STEP_LAYERS, PROMPT, CACHE = 64, 4, 16, 64
 """Sizes of a decoding step: 4 rows an expert of Qwen3-235B-A22B."""
@@ -37,7 +39,7 @@ STEP = "decoding step, graph"
 
 
 class Model(NamedTuple):
-    """A model of transformers: its classes by the first part of their names, its block's class, its sizes."""
+    """A model of transformers: prefix of its classes' names, its block's class, and its sizes."""
 
     name: str
     classes: str
@@ -68,7 +70,7 @@ def _config_of(model: Model, **more: Any) -> Any:
 
 
 def _new_block(model: Model, config: Any) -> nn.Module:
-    """In bfloat16, with weights that keep activations of order 1."""
+    """Return the model's MoE block in bfloat16, with weights that keep activations of order 1."""
     module = __import__(f"transformers.models.{model.module}.modeling_{model.module}", fromlist=[model.block])
     config._experts_implementation = BUILT_IN[0]
     torch.manual_seed(0)
@@ -85,7 +87,7 @@ def _result(output: Any) -> Tensor:
 
 
 def _errors(model: Model, block: nn.Module, config: Any, names: list[str], x: Tensor) -> dict[str, float]:
-    """Errors of each implementation against float32. Raises RuntimeError where ours is too large."""
+    """Return the error of each implementation against float32. Raises RuntimeError if ours is too large."""
     wide = _new_block(model, config).float()
     wide.load_state_dict({name: value.float() for name, value in block.state_dict().items()})
     reference, errors = _result(wide(x.float())), {}
@@ -99,7 +101,7 @@ def _errors(model: Model, block: nn.Module, config: Any, names: list[str], x: Te
 
 
 def _names(model: Model, block: Any, tokens: int) -> list[str]:
-    """The implementations that are measured."""
+    """Return the implementations that are measured; batched_mm only if its copies of weights fit."""
     experts = next(iter(block.experts.parameters())).shape[0]
     weights = sum(parameter.nbytes for parameter in block.experts.parameters())
     copies = weights * tokens * model.sizes["num_experts_per_tok"] // experts
@@ -108,7 +110,7 @@ def _names(model: Model, block: Any, tokens: int) -> list[str]:
 
 
 def _measure_block(model: Model, tokens: int, budget_s: float) -> Iterator[Record]:
-    """One record for calls one by one, one for a graph: wall time of a call."""
+    """Yield two records of the wall time of a call: one for calls one by one, one for a graph."""
     config = _config_of(model)
     block = _new_block(model, config)
     names, count = _names(model, block, tokens), INPUTS if tokens == 1 else 2
@@ -132,7 +134,9 @@ def _measure_block(model: Model, tokens: int, budget_s: float) -> Iterator[Recor
 
 
 def _new_model() -> Any:
-    """Some layers of Qwen3-235B-A22B, random, in bfloat16 from the start: in float32 it would take twice the memory."""
+    """Return a model of STEP_LAYERS layers of Qwen3-235B-A22B, random, in bfloat16 from the start: in float32 it would
+    take twice the memory.
+    """
     import transformers
 
     config = _config_of(QWEN3_235B, num_hidden_layers=STEP_LAYERS, **ATTENTION)
@@ -147,7 +151,9 @@ def _new_model() -> Any:
 
 
 def _step(model: Any, implementation: str) -> Callable[[], object]:
-    """A decoding step in a graph: the same one at every replay, though a cache counts its tokens on the device."""
+    """Return a graph's replay of one decoding step: the same step each time, though the cache counts its tokens on the
+    device.
+    """
     import transformers
 
     model.set_experts_implementation(implementation)
@@ -180,7 +186,7 @@ def _measure_step(budget_s: float) -> Record:
 
 @torch.no_grad()
 def run_transformers(options: Options) -> list[Record]:
-    """One record for a block, a number of tokens and a mode; then one for a decoding step."""
+    """Measure and return one record for each block, number of tokens and mode; then one for a decoding step."""
     integration.register()
     cases = [(model, tokens) for model in (QWEN3, GPT_OSS_20B) for tokens in TOKENS]
     records: list[Record] = []

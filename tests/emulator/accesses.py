@@ -8,7 +8,7 @@ from .faults import Fault
 from .memory import SHIFTS
 
 LANES = np.arange(32)
-ROWS, PAIRS = LANES // 4, LANES % 4  # of a lane in an 8 x 8 matrix of 16-bit elements: row, pair of columns
+ROWS, PAIRS = LANES // 4, LANES % 4  # a lane's place in an 8 x 8 matrix of 16-bit elements: row, pair of columns
 
 
 def _apply(op: str, old, args):

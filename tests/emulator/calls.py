@@ -21,7 +21,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (130, 0, 61, 9)
 """Rows of each expert: a full tile of 128 and 2 rows of another, none, and less than a tile."""
 ROWS, EXPERTS, HIDDEN, INTER = 208, len(SIZES), 192, 128
-"""8 rows after the last group."""
+"""ROWS includes 8 rows after the last group."""
 TOKENS, TOP_K = 70, 3
 
 Call = Callable[["Inputs"], Any]
@@ -310,9 +310,11 @@ def mhc_project(given: Inputs) -> Any:
 
 CALLS = {**EXACT, **NEAR}
 OF_HOPPER = {"prepare_mxfp8_weight", "grouped_mlp_mxfp8"}
-"""Calls that need an FP8 MMA, which portable kernels have not."""
+"""Calls that need an FP8 MMA, which portable kernels do not have."""
 ROUNDED_TO_E4M3 = {"grouped_mlp_mxfp8"}
-"""Calls that round an activation to E4M3 which the GPU computed from FP8 products, to either of two numbers."""
+"""Calls that compute an activation from FP8 products and round it to E4M3: the GPU may round it to the other
+neighbour.
+"""
 
 
 def calls_of(arch: str) -> list[str]:

@@ -53,7 +53,7 @@ class Cta:
         step = unit_warps or warps
         self.units = [Unit(self, first, min(step, warps - first)) for first in range(0, warps, step)]
         self.warps = warps
-        self.threads = warps * 32  # that have not exited
+        self.threads = warps * 32  # number of threads that have not exited
         self.launch_registers = min(SM_REGISTERS // (self.threads * self.kernel.ctas_per_sm) // 8 * 8, MOST_REGISTERS)
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}

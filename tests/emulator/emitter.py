@@ -161,7 +161,7 @@ class Emitter:
                 return f"F.ptx_nan({value})" if view in ("b32", "s32") and operand.index in self.with_ptx_nan else value
             if operand.cls == "p" or view == "p":
                 raise Unsupported(f"a register of {operand.cls} where one of {view} is due")
-            return f"{operand.cls}[{operand.index}].astype({self.dtype(view)})"  # of a wider register, the low part
+            return f"{operand.cls}[{operand.index}].astype({self.dtype(view)})"  # the low part of a wider register
         if isinstance(operand, Imm):
             return self.constant(_immediate(operand, view))
         if isinstance(operand, Special):

@@ -107,7 +107,7 @@ class EmulatedGpu:
             check(*arguments)  # all arguments first, as a compiled function does
             named = bound(signature, arguments)
             self.fake.launches.append(named)
-            memory = Memory()  # of this call: a tensor that was freed too early is a fault
+            memory = Memory()  # for this call alone: a tensor that was freed too early is a fault
             for address, storage in live_storages().items():
                 memory.allow(address, storage.nbytes(), "a tensor")
             with torch.device("cpu"):  # whatever the caller's default is

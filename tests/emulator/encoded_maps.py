@@ -10,7 +10,7 @@ from .host_text import quoted
 from .layouts import View, dynamic_bytes, flat, nested
 
 ELEMENT_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f8E4M3FN": 1, "i8": 1, "ui8": 1, "i32": 4, "i64": 8}
-TENSOR_MAP_BITS = 1 << 1 | 1 << 18  # of word 2: in every map that the compiler encodes
+TENSOR_MAP_BITS = 1 << 1 | 1 << 18  # bits of word 2 that are set in every map that the compiler encodes
 LONG_SPAN = 128 * 1024  # bytes from a tensor's first to its last, from which on bit 21 of word 2 is set
 TENSOR_MAP_TYPES = {"U8": 0, "U16": 1, "U32": 2, "F16_RN": 6, "F32_RN": 7, "BF16_RN": 10}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class Fault(Exception):
-    """An error of the running kernel, or an instruction that the emulator does not model."""
+    """Raised for a mistake of the running kernel, or an instruction that the emulator does not model; it ends the
+    launch.
+    """
 
     def __init__(self, message: str):
         super().__init__(message)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class Unsupported(Exception):
-    """PTX that the emulator does not model; the message names it."""
+    """Raised for PTX that the emulator does not model; the message names it."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Ins:
     args: list
     pred: Reg | None = None
     negated: bool = False
-    line: int = 0  # of the PTX text, from 1 on
+    line: int = 0  # line of the PTX text, from 1 on
     text: str = ""
 
     @property
@@ -61,4 +61,4 @@ class Kernel:
     shared_bytes: int
     threads: tuple | None
     cluster: tuple | None
-    ctas_per_sm: int = 1  # that registers must suffice for (.minnctapersm)
+    ctas_per_sm: int = 1  # CTAs that the registers must suffice for (.minnctapersm)

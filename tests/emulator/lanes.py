@@ -120,7 +120,7 @@ def _extreme(choose, merge_signs, a, b):
     result = choose(a, b)
     if np.count_nonzero(result) == result.size:
         return result
-    unsigned = np.dtype(f"u{result.itemsize}").type  # of two zeros numpy returns either
+    unsigned = np.dtype(f"u{result.itemsize}").type  # for two zeros, numpy returns either one
     return np.where(a == b, merge_signs(a.view(unsigned), b.view(unsigned)).view(result.dtype), result)
 
 

@@ -169,8 +169,8 @@ class Emulator:
         self.races = Races() if check_races else None
         self.memory = Memory()
         self.counts = Counts()
-        self._turn = threading.Lock()  # of launches that run beside each other
-        self._fault: Fault | None = None  # the first of these, which the others would wait for
+        self._turn = threading.Lock()  # launches of several threads take turns, a step each
+        self._fault: Fault | None = None  # the first fault of such a launch, for which the others would wait
 
     def function(self, spec: Spec) -> Callable[..., None]:
         """Return the exported function of a spec; it takes arguments by name (`signature_of(spec).pack`).

@@ -20,7 +20,7 @@ from .calls import F32, Inputs
 SIZES = (19, 0, 5)
 """Rows of each expert: more than a tile of 16, none, and less than a tile."""
 FEW_ROWS = (19, 0, 5, 33, 3, 17, 2, 9)
-"""Rows of each expert of kernels whose tiles go through a ring, which they fill more than once."""
+"""Rows of each expert, for kernels that pass tiles through a ring: enough tiles to fill the ring more than once."""
 
 
 def spread(rows: dict[int, int]) -> tuple[int, ...]:
@@ -31,10 +31,12 @@ def spread(rows: dict[int, int]) -> tuple[int, ...]:
 # Experts of each 32, whose rows a warp adds up, that tell its steps apart: steps too short, or a lane too few.
 SMALL = spread({0: 3, 1: 17, 2: 20, 4: 1, 8: 2, 16: 2, 21: 5, 31: 2, 32: 33, 33: 1, 34: 9, 36: 7, 40: 1, 48: 2, 53: 3,
                 96: 18, 98: 5})  # fmt: skip
-"""Few rows in more groups than three times the lanes of a warp, of which some lanes' worth has none."""
+"""Few rows in more groups than three times the lanes of a warp; in some stretches of 32 groups none has rows."""
 MANY = spread({0: 40, 1: 390, 2: 170, 4: 75, 8: 97, 16: 17, 21: 1, 28: 200, 31: 161, 32: 163, 33: 34, 34: 170, 36: 3,
                40: 1, 48: 161, 53: 2})  # fmt: skip
-"""More groups than a warp has lanes, of one to seven k-tiles of 64 rows, which ends in more than half of 64 or less."""
+"""More groups than a warp has lanes, of one to seven k-tiles of 64 rows; some last k-tiles are more than half full,
+some less.
+"""
 
 
 def offs_of(given: Inputs, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +69,7 @@ def mxfp4(given: Inputs, experts: int, n: int, k: int) -> Any:
 
 
 SCALES = (0, 1, 252, 253, 254, 255)
-"""E8M0 bytes: the least two, the largest of a weight that BF16 has, two larger ones, and NaN."""
+"""E8M0 scale bytes: the two least, the largest with which BF16 holds a weight, two larger ones, and NaN."""
 
 
 # grouped_mm
@@ -118,7 +120,9 @@ mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial
 
 
 EACH_COUNT = tuple(range(1, 64, 4))
-"""Rows of each expert: a thread copies rows 4 apart, of which groups have the first, the first two, up to all 16."""
+"""Rows of each expert: a thread copies rows that are 4 apart, and the groups give it one row, two rows, up to all
+16.
+"""
 
 
 def mm_by_index(given: Inputs, k: int = 256) -> Any:
@@ -229,8 +233,9 @@ def wgrad_of_wraps(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> 
 
 
 ENDS = (161, 161, 330, 290, 330, 300, 240, 170, 290, 300)
-"""Rows of ten groups, for five clusters of two tiles: rings end at other places, and last tiles have 5, 4 and 3 k-tiles
-of 64 rows."""
+"""Rows of ten groups, for five clusters of two tiles: rings end at different places, and last tiles have 5, 4 and 3
+k-tiles of 64 rows.
+"""
 
 
 def wgrad_of_ends(given: Inputs) -> Any:
@@ -275,7 +280,9 @@ def mlp_mxfp8_of_whole_vectors(given: Inputs) -> Any:
 
 
 SCALES_A_ROW = (*(count for count in range(32) if count % 4), 45, 46, 47)
-"""Blocks of a row whose scales are read by bytes: of a tile's first eight k-tiles, and of later ones."""
+"""Numbers of 32-element blocks in a row for which scales are read byte by byte: in a tile's first eight k-tiles, and in
+later ones.
+"""
 
 
 def mlp_mxfp8_of_scales(given: Inputs, blocks: int) -> Any:
@@ -337,7 +344,7 @@ def quantize_to_an_end(given: Inputs) -> Any:
 
 
 LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
-"""Rows of a band that end at each of a thread's rows, and before it."""
+"""Numbers of rows in a band, such that the last row is one of a thread's rows, or the row before one."""
 
 
 def wgrad_of_all_kinds(given: Inputs, sizes: tuple[int, ...] = (*LAST_ROWS, 226), **options: Any) -> Any:
@@ -374,7 +381,7 @@ ROUTINGS: dict[int, dict[str, Any]] = {
     116: {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2},
     120: {"normalize": False},
 }
-"""Options by number of experts: counts that give each lane one to four experts, or some lanes one fewer."""
+"""Options by number of experts: the numbers give each lane one to four experts, or some lanes one fewer."""
 BIASED = (84, 116)
 
 
@@ -389,7 +396,9 @@ def route_special(given: Inputs, experts: int, dtype: torch.dtype) -> Any:
 
 
 CHOICES = ((3, 9), (32, 8), (32, 9), (50, 20), (128, 4), (144, 4))
-"""Tokens and experts of each: a chunk's choices are 32 times 1, 8, 9, 32, 8 and 9, and not always whole."""
+"""(tokens, choices a token): a chunk's choices are 32 times 1, 8, 9, 32, 8 and 9, and the last chunk is not always
+whole.
+"""
 
 
 def route_choices(given: Inputs, tokens: int, k: int) -> Any:

@@ -37,7 +37,7 @@ from .ptx import Kernel, Unsupported
 from .races import Race, Races
 
 SEEDS = (0, 1, 2)
-"""One for each of the machine's orders."""
+"""Seeds of the machine's schedule, one for each of its three kinds of order."""
 REASONS = Path(__file__).with_name("equivalent_mutants.json")
 DIFFERENCE, FAULT, RACE = "difference", "fault", "race"
 EQUIVALENT, MISSED = "equivalent", "NOT FOUND"
@@ -196,7 +196,7 @@ def reasons() -> tuple[Reason, ...]:
 
 
 PURE = ("mov", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "not", "setp", "selp", "cvt")
-"""Opcodes of instructions that do nothing but write their first operand."""
+"""Opcodes of instructions whose only effect is to write their first operand."""
 
 
 def is_unread(kernel: Kernel, at: int) -> bool:

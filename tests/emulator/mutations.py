@@ -25,7 +25,7 @@ _VECTOR = re.compile(r"\.v([248])\b")
 _ENDS = ("ret", "exit", "trap")
 _OF_TENSOR_MEMORY = ("tcgen05.mma", "tcgen05.cp", "tcgen05.ld")
 NEAR = 12
-"""Instructions before and after one that are its neighbourhood."""
+"""The number of instructions before, and after, an instruction that count as its neighbourhood."""
 
 
 class Mutant(NamedTuple):

@@ -24,7 +24,7 @@ from . import ptx, translate
 
 WRITING = "writing-"
 UNUSED_S = 3 * 86400.0
-"""Translations by other sources are removed when they were not used for so long."""
+"""Seconds without use after which translations made by other translator sources are removed."""
 
 
 class Program(NamedTuple):
@@ -36,7 +36,9 @@ class Program(NamedTuple):
 
 TRANSLATOR = ("ptx.py", "instructions.py", "translate.py", "emitter.py", "float_registers.py", "formats.py", "lanes.py",
               "members.py", "parameters.py", "faults.py", "engines/__init__.py", "forms/*.py")  # fmt: skip
-"""Files that translation imports. Programs stay when others change: the machine, its engines, the race check."""
+"""Source files that translation imports. A change to any other file, such as the machine, its engines or the race
+check, keeps the cached programs.
+"""
 
 
 def sources() -> list[Path]:

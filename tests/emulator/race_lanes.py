@@ -16,14 +16,16 @@ from .race_agents import SHIFT, Warp
 
 CLOCK, NUMBER = 7, 39
 LANE, SEVERAL, STRONG = 31, 32, 64
-"""Bits of an owner: its lane; several lanes, or all that execute an ldmatrix; an atomic or relaxed access."""
+"""Bits of a granule's owner: its lane; several lanes, or all lanes of an ldmatrix; an atomic or relaxed access."""
 WHOLE, COPIES, LONE = range(3)
-"""Agents of a warp, whose numbers follow each other: its lanes, their cp.async copies, a lane that acts alone."""
+"""A warp's agents, with consecutive numbers: its lanes, their cp.async copies, and a lane that acts alone."""
 STEPS = (16, 4, 1)
 
 
 class Unsynchronised(Exception):
-    """A race between two lanes: the offset, the earlier access's epoch, and True if it was a read."""
+    """Raised for a race between two lanes of a warp: the offset, the earlier access's epoch, and True if that access
+    was a read.
+    """
 
     def __init__(self, offset: int, epoch: int, was_read: bool) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ State = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Conflict(Exception):
-    """Two accesses that nothing orders.
+    """Raised for two accesses that nothing orders.
 
     Args:
         agent: the agent of the later access.

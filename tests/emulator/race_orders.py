@@ -41,7 +41,7 @@ LAUNCH_BEFORE, LAUNCH_EARLIER = 1, 2  # numbers of agents that did all of the la
 
 
 class Race(Fault):
-    """Two accesses to one place that nothing orders.
+    """Raised for two accesses to one place that nothing orders.
 
     Attributes:
         before: the global address, if the earlier access is from the previous launch; else None.
@@ -83,7 +83,7 @@ class Orders(Observer):
     def __init__(self) -> None:
         self.places: list[Place] = [Place("")]
         self._place_numbers: dict[tuple, int] = {}
-        self._kernels = ("", "")  # of the two launches before
+        self._kernels = ("", "")  # names of the last two launches' kernels
         self._frees: dict[Any, bool] = {}  # by CTA: had it waited for the launch before when it let the next one begin
         self.proxied: list[bool] = []  # by an agent's number: is it of the async proxy
         self.forget()
@@ -99,7 +99,7 @@ class Orders(Observer):
         self._streams: dict[Any, Any] = {}  # the last machine of each
         self._begun: dict[Any, tuple[np.ndarray, np.ndarray]] = {}  # a launch -> clocks: when it began, and before it
         self._phases: dict[Mbarrier, _Phases] = {}
-        self._meetings: dict[Any, np.ndarray] = {}  # what arrived at a barrier of a CTA or cluster
+        self._meetings: dict[Any, np.ndarray] = {}  # clocks that were released at a barrier of a CTA or cluster
         self._words: dict[tuple, np.ndarray] = {}
         self._owners: dict[Mbarrier, Any] = {}  # an mbarrier -> its CTA
         self._touched: dict[Any, dict[int, tuple[int, int]]] = {}  # by CTA and agent's number: last epoch, its place

@@ -8,23 +8,23 @@ by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
         and a relaxed access, to ld.acquire, or a relaxed access and a fence, that reads the same word.
     "Morally strong operations": atom, red, .relaxed, .acquire, .release, .volatile do not race with each other.
     "Asynchronous operations", "Async proxy": an operation begins after its issue. It sees writes of the generic proxy
-        that a fence.proxy.async follows, by the writer or by who synchronised with it. Generic reads need none: their
-        mbarrier arrive is enough before the next copy. Its completion needs no proxy fence.
+        that a fence.proxy.async follows, by the writer or by a thread that synchronised with it. Generic reads need
+        none: their mbarrier arrive is enough before the next copy. Its completion needs no proxy fence.
     "mbarrier": arrivals and complete_tx of a phase, to waits that see this phase ended. mbarrier.init is a write that
         all uses must be ordered after, by a barrier, or fence.mbarrier_init and a relaxed one.
-    "bar, barrier": from all that arrive to all that wait. "barrier.cluster": the same; arrive.relaxed hands on what a
-        fence before it covered.
+    "bar, barrier": from all that arrive to all that wait. "barrier.cluster": the same; arrive.relaxed releases the
+        accesses that a fence before it covered.
     "cp.async.wait_group", "cp.async.bulk.wait_group" (.read: its reads), "wgmma.wait_group": to the waiting warp.
     "griddepcontrol": a launch that its host function lets begin early knows of the launch before it after .wait, and of
         older ones if all CTAs of the launch before had waited when they let it begin (.launch_dependents).
     Ranks (`launch_beside`): launches of a stream are in order; those of others are ordered by words in memory.
     "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx; tcgen05.ld is an
         operation that tcgen05.wait::ld waits for.
-    "wgmma.fence": on no way through the code does an access to a wgmma's registers come before it without one.
-    "Cluster": shared memory is there until all threads of its CTA have exited: what other CTAs and asynchronous
-        operations do to it comes before.
-    "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before
-        the last one, or before another barrier.
+    "wgmma.fence": on every path, a wgmma.fence lies between an access to a wgmma's registers and the wgmma.
+    "Cluster": shared memory exists until all threads of its CTA have exited, so accesses by other CTAs and by
+        asynchronous operations must come before.
+    "bar.warp.sync": one lane that arrives at an mbarrier, or copies, releases the accesses that other lanes of its warp
+        made before the last bar.warp.sync, or before another barrier.
 Not modelled: scopes (.cta is as wide as .sys); tcgen05.wait::st, tcgen05.fence, alloc and dealloc; .relaxed mbarrier
 instructions (taken for .release, .acquire); the tensormap proxy; two lanes of one warp that are ordered by a word in
 memory; strong accesses to words that overlap in part; in units of several warps, mbarriers and operations (kernels that

@@ -21,15 +21,21 @@ from .calls import EXACT, ROUNDED_TO_E4M3, calls_of, results
 
 SAMPLE = 64
 ROUNDINGS = 2.0
-"""Allowed error of a result that is not exact, in its dtype's roundings of the sample's largest value."""
+"""Allowed error of a result that is not exact: a number of roundings, in its dtype, of the sample's largest value."""
 OF_FLOAT32 = 2.0**-15
-"""Relative error allowed for float32 results, in place of a rounding: the GPU approximates exp, rsqrt and division."""
+"""Allowed relative error of float32 results, used instead of a rounding: the GPU approximates exp, rsqrt and
+division.
+"""
 
 EDGES = 4
-"""Calls that round their activation to E4M3: samples with an element so near to the edge between two numbers that
-the GPU rounds it to the other one: its exp is an approximation, and its FP8 MMA keeps fewer bits than float32."""
+"""Number of sampled values that may differ by more than ROUNDINGS in calls that round their activation to E4M3: an
+activation near the edge between two numbers is rounded to the other one by the GPU, whose exp is an approximation
+and whose FP8 MMA keeps fewer bits than float32.
+"""
 OF_AN_EDGE = 2.0**-5
-"""The most that one element which is rounded to the other number changes, over the largest value of the sample."""
+"""The most by which one activation that is rounded to the other number changes a result, over the sample's largest
+value.
+"""
 
 
 def described(name: str, tensors: list[Tensor]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cta import Cta
 
 LANES = np.arange(32)
-NANOSECONDS = 64  # of a basic block: kernels that wait by the clock then do so for hundreds of blocks, not for 20,000
+NANOSECONDS = 64  # time of a basic block: kernels that wait by the clock wait for hundreds of blocks, not 20,000
 # Without an effect here, where the generic proxy's accesses are in order.
 FENCES = ("membar", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "fence.mbarrier_init",
           "fence.proxy.alias", "fence.proxy.tensormap", "fence.proxy.async.global")  # fmt: skip

@@ -24,10 +24,11 @@ from glulam.ops.quantized_weights import FORMS
 from glulam.recipes import BF16, RECIPES
 
 BINADES, OF_BLOCKS = 3, {128: 12, 32: 4}
-"""Powers of two, of either sign, by which neighbours differ, and blocks of rows' and of weights' scales. Weights whose
-blocks differed more could not be folded for recipe "mxfp8"."""
+"""Bounds of the random exponents of two: of single values, and of blocks, by the number of elements that share a scale
+(128 in rows, 32 in weights). Weights whose blocks differed more could not be folded for recipe "mxfp8".
+"""
 RANK = 32
-"""Rank of adapters: the depth of two instructions, whose products cancel."""
+"""Rank of adapters: the contracted depth of two MMA instructions, whose products cancel."""
 
 
 def values(*shape: int, seed: int) -> Tensor:
@@ -131,7 +132,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "grouped_glu": (glulam.grouped_glu, adapted_glu),
     "grouped_dglu": (glulam.grouped_dglu, adapted_dglu),
 }
-"""Operators, and the same with adapters."""
+"""For each operator that has one with adapters: the operator, and the operator with adapters."""
 
 
 def call(problem: Problem, given: dict[str, Any], offs: Tensor) -> Tensor:

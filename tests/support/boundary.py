@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 SLACK = 5e-5
-"""An error of results in float32 that torch, with sums of another kind, may not have: exp and reciprocals are a GPU's
-approximations, p is a sum of products of 16-bit parts, and some sums over tokens cancel."""
+"""Additional error allowed for float32 results, which torch's own arithmetic may not have: a GPU's exp and reciprocals
+are approximations, the projection is a sum of products of 16-bit parts, and some sums over tokens cancel.
+"""
 
 
 def given(

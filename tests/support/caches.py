@@ -11,7 +11,7 @@ FOLDERS = {"python/glulam": "python", "ffi_bridge": "."}
 """Folders of sources, and the folder that each module's name starts from."""
 KEPT = ("dict", "set", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Plans", "PreparedWeights",
         "_Kept", "_Caller", "defaultdict", "count", "Targets")  # fmt: skip
-"""Constructors of what changes after it was made."""
+"""Constructors of objects that are changed after they were made, and so may hold state."""
 
 
 def _called(node: ast.expr | None) -> str:
@@ -43,7 +43,9 @@ def _of_module(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def caches() -> set[str]:
-    """Return the names of all these objects, such as "glulam.host.plans._all_plans"."""
+    """Return the names of all objects that the library keeps from call to call, such as
+    "glulam.host.plans._all_plans".
+    """
     found = set()
     for folder, root in FOLDERS.items():
         for file in sorted((ROOT / folder).rglob("*.py")):

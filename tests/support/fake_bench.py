@@ -15,7 +15,7 @@ from glulam.choose.problem import Problem
 from glulam.tuner.timing import Sampler
 
 GPU = "NVIDIA Fake"
-Us = Callable[[Spec, int, str], float]  # of a kernel, rows and routing
+Us = Callable[[Spec, int, str], float]  # time of a kernel at a number of rows and a routing
 
 
 @dataclasses.dataclass

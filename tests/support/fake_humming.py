@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from glulam.formats.scaled import scales_of
 
-ROWS = 4  # of a tile
+ROWS = 4  # rows of a tile
 
 
 class CheckpointSchema:

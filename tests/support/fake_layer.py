@@ -135,7 +135,9 @@ def _combine(spec: LayerSpec, at: Any) -> None:
 
 
 def _function_of(at: Any) -> tuple[str, str, Any]:
-    """Return a call's activation, its layout and the numbers of all formulas, as operators take them."""
+    """Return a call's activation, its gate layout, and the packed constants of all activations, as operators take
+    them.
+    """
     name = ACTIVATIONS[at.kind]
     own = oracle.params_of(name, [getattr(at, argument.name) for argument in PARAMS])
     return name, GLU_LAYOUTS[at.glu_layout], packed(own)["numbers"]

@@ -77,7 +77,7 @@ def rebased(c: Any) -> list[Tensor]:
     scales = read(c.w_scale, experts, rows, count // 4, dtype=torch.uint8)
     powers = read(c.w_global_scale, experts, rows, 1, dtype=torch.uint8)
     assert bool((powers <= mxfp8.NAN_SCALE - 12).all())
-    binades = (scales.int() - powers.int()).clamp(min=-6)  # of blocks of zeros, any
+    binades = (scales.int() - powers.int()).clamp(min=-6)  # a block of zeros may have any scale
     assert int(binades.max()) <= 6
     elements = mxfp4.values(c.w.view(torch.uint8), (binades + 127).to(torch.uint8))
     assert torch.equal(elements.to(torch.float8_e4m3fn).double(), elements), "no numbers of E4M3"

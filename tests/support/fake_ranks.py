@@ -38,7 +38,7 @@ SLEEP_S = 1e-4  # between looks at words; other ranks run meanwhile
 
 
 def _signed(number: int) -> int:
-    """Return a number wrapped to a signed 64-bit integer, like numbers of operations."""
+    """Return an integer wrapped to 64 signed bits, as the kernels' operation counters wrap."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -61,7 +61,7 @@ class _Operation:
         return memory(self._addresses[REGIONS.index(name)][rank], *shape, dtype=dtype)
 
     def _words(self, rank: int, kind: str) -> Tensor:
-        """Return the words of one kind in a rank's window, [W], by the rank that writes them."""
+        """Return the words of one kind in a rank's window, int64 [W]: word r is the one that rank r writes."""
         every = self.region("words", rank, len(WORDS), self.at.world, WORD_BYTES // 8, dtype=I64)
         return every[WORDS.index(kind), :, 0]
 

@@ -84,7 +84,7 @@ class Launches:
                 number, self.count = self.count, self.count + 1
                 if number == self.fail_at:
                     raise self.error
-                with torch._C.DisableTorchFunction():  # what plays the GPU takes no memory
+                with torch._C.DisableTorchFunction():  # torch calls of the fake GPU are not counted
                     kernel.function(*arguments)
 
             return kernel._replace(function=launch)

@@ -6,4 +6,4 @@ from cute_kernels.architectures import ARCHS
 from glulam.recipes import RECIPES
 
 SERVED = {name: recipe for name, recipe in RECIPES.items() if recipe.operands not in ARCHS["sm_90a"].lacks}
-"""Recipes whose operands Hopper's kernels multiply."""
+"""Recipes whose operands the kernels of sm_90a multiply."""

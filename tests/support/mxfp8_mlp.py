@@ -20,7 +20,7 @@ X_BLOCK = {
     "mxfp8": 128, "mxfp8_exact": 32, "mxfp8_weight_only": None, "mxfp4": 128, "mxfp4_weight_only": None,
 }  # fmt: skip
 RECIPES = tuple(X_BLOCK)
-WORST_FLIP = 2.0**-4  # of an element that lies between two E4M3 numbers and may round to either
+WORST_FLIP = 2.0**-4  # relative change of an element that lies between two E4M3 numbers and may round to either
 TENSOR_CORE_RMS, TENSOR_CORE_ROW = 6e-3, 0.15
 """Error that FP8 wgmma adds to a result. It errs by 1.3e-4 over 128 products (docs/recipes.md), so that one activation
 in 100 rounds to the other of two neighbours, 0.09 of itself away: in root mean square 0.1 x 0.09 x the 0.3 that a

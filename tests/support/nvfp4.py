@@ -13,7 +13,7 @@ from . import mxfp4
 BLOCK = 16
 NAN_SCALE = 0x7F
 ELEMENTS, SCALES = 16, 127
-"""Numbers of E2M1, and of E4M3 that are scales: neither negative nor NaN."""
+"""The number of E2M1 codes, and of E4M3 bytes that are valid scales: neither negative nor NaN."""
 
 
 def scale(byte: int) -> float:
@@ -27,7 +27,7 @@ def scale(byte: int) -> float:
 
 
 NUMBERS = torch.tensor([scale(byte) for byte in range(128)] + [math.nan] * 128, dtype=torch.float64)
-"""Numbers that kernels make of scale bytes; a byte with a sign is as invalid as NaN."""
+"""The values that kernels decode from the 256 scale bytes; a byte with a sign is as invalid as NaN."""
 
 
 def values(data: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PLACES = {"clamped_swiglu": ("limit", "alpha", "offset"), "situ": ("gate_cap", "up_cap")}
-"""The numbers of an activation, in the order in which kernels take them."""
+"""The names of an activation's constants, in the order in which kernels take them."""
 Params = Mapping[str, Any]
 DEFAULTS: Params = {"limit": 7.0, "alpha": 1.702, "offset": 1.0, "gate_cap": 4.0, "up_cap": 25.0}
 
 
 def params_of(name: str, floats: Sequence[float]) -> Params:
-    """Return an activation's numbers by name, from the floats that a kernel takes."""
+    """Return an activation's constants by name, from the floats that a kernel takes."""
     return dict(zip(PLACES.get(name, ()), floats, strict=False))
 
 

@@ -16,7 +16,9 @@ from .ranks import run_ranks
 
 Case = TypeVar("Case", bound=Callable[[], None])
 SECONDS = 150
-"""After so long a rank prints where it waits, and ends: a case that failed on one rank leaves the other in it."""
+"""The time after which a rank prints where it waits, and ends: a case that failed on one rank would leave the others
+waiting in it.
+"""
 
 
 class RankCases:

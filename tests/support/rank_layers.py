@@ -21,7 +21,7 @@ from .virtual_ranks import VirtualRank, each, virtual_ranks
 BF16, F64 = torch.bfloat16, torch.float64
 HIDDEN, INTER, EXPERTS, TOP_K, MOST = 128, 96, 10, 3, 70
 COUNTS = ([70, 41, 3, 70], [0, 70, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0])
-"""Tokens of each rank."""
+"""Sets of test sizes: the number of tokens on each of four ranks."""
 
 
 def some(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -64,4 +64,4 @@ ODD_SIZES: dict[str, tuple[list[int], int, int]] = {
     "512 experts, all empty": ([0] * 512, 72, 96),
     "no rows at all": ([0, 0, 0], 200, 352),
 }
-"""Group sizes, H and I that find a kernel's edges."""
+"""Group sizes with H and I that reach the edges of a kernel's tiles, by name."""

@@ -36,9 +36,9 @@ PARTS = {
     "bf16": ("",), "fp8_block": ("", "_scale_inv"), "mxfp8": ("", "_scale_inv"), "deepseek_v4": ("", "_scale_inv"),
     "gpt_oss": ("", "_scale"), "mxfp4": ("", "_scale"), "nvfp4": ("", "_scale", "_scale_2"),
 }  # fmt: skip
-"""Suffixes of a weight's tensors, by the kinds of layers."""
+"""Suffixes of the names of a weight's tensors, by the kind of checkpoint."""
 HELD = {"deepseek_v4": "mxfp4", "gpt_oss": "mxfp4"}
-"""Formats of `serving.held` whose names differ."""
+"""Names of formats for `serving.held`, for kinds of checkpoints with another name."""
 
 
 @contextmanager

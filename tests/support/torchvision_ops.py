@@ -10,7 +10,7 @@ import torch
 
 TORCHVISION_OPS = ("nms(Tensor a, Tensor b, float c) -> Tensor", "qnms(Tensor a, Tensor b, float c) -> Tensor")
 _libraries: list[torch.library.Library] = []
-"""Operators live as long as these."""
+"""Keeps the libraries alive, since operators are removed with their library."""
 
 
 def define() -> None:

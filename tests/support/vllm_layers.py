@@ -29,7 +29,7 @@ from .serving import Held, held
 BF16 = torch.bfloat16
 EXPERTS, HIDDEN, WIDTH, K = 5, 160, 96, 3
 WIDTHS = {"fp8": 128, "compressed_fp8": 128}
-"""I of a checkpoint, where it is not WIDTH."""
+"""The intermediate size I of checkpoints for which it is not WIDTH."""
 NAME = "model.layers.0.mlp.experts"
 SHARDS = "gate_proj", "up_proj"
 ALONE = FusedMoEParallelConfig.make_no_parallel()

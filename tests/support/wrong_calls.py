@@ -173,7 +173,7 @@ OWN: dict[str, Callable[[str], Arguments]] = {
     "pre": _streams,
     "boundary": _between_sublayers,
 }
-"""Values of parameters that mean something else there."""
+"""Values of parameters that mean something else in a function than in `values`, by the function's name."""
 
 _FLAG, _NUMBER = (2, "x", None), ("7", None, float("nan"), [7.0], torch.tensor(7.0, device="cpu"))
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -197,10 +197,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "scale": ("x", None),
     "max_error": ("x", None, -1.0),
 }
-"""Values of options that every function refuses."""
+"""Wrong values of options by parameter name: every function must refuse them."""
 LEGAL: dict[str, dict[str, tuple[str, ...]]] = {
     "quantize_mxfp8": {"offs": ("one less", "one row less"), "x": ("one row less",)},
-    "permute": {"routing": ("one less",)},  # of K = 1, whose rows past the end nobody writes
+    "permute": {"routing": ("one less",)},  # for K = 1 nobody writes rows past the end
     "route": {"logits": ("on meta",)},  # where one tensor is all, the result is on meta
     **dict.fromkeys(
         ("prepare_mxfp4_weight", "prepare_mxfp8_weight", "quantize_mxfp4", "quantize_nvfp4", "quantize_fp8_block"),
@@ -529,7 +529,7 @@ def wrong_calls(operation: Operation, good: Arguments) -> Iterator[tuple[str, st
 
 
 DISAGREE = ("dtype", "meta", "CPU", "less", "rank", "scalar", "empty")
-"""Words of changes after which two arguments do not fit each other: the error may name either."""
+"""Words of changes that make two arguments disagree, so that the error may name either argument."""
 
 
 def _flat(result: Any) -> list[Tensor]:
@@ -602,7 +602,7 @@ def complaint(operation: Operation, name: str, word: str, arguments: Arguments, 
 
 
 COLD, WARM, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
-"""Calls made before the wrong one: none, valid calls, or valid calls with fewer rows."""
+"""The calls made before the wrong call: none, valid calls, or valid calls with fewer rows."""
 
 
 def _fewer_rows(value: Any) -> Any:
@@ -654,7 +654,7 @@ UNREAD = {
     **dict.fromkeys(("permute", "combine"), {"ids", "weights", *_OF_ROWS}),
     "load_balancing_loss": {"weights", "row_of", *_OF_ROWS} - {"offs"},
 }
-"""Tensors of a routing that a function does not read."""
+"""Parts of a routing that a function does not read, by the function's name."""
 
 
 def complaints_of_cuts(operation: Operation, device: str) -> list[str]:
@@ -692,7 +692,7 @@ TRAINED = {
     "post_mix": ("residual", "h_res", "h_post", "x", "bias"),
     "project 16-bit": ("x", "weight", "alpha_pre", "bias"),
 }
-"""Operations with a gradient, and arguments that their backward reads."""
+"""Operations with a gradient, and for each the arguments that its backward reads."""
 STEPS = [(operation, name) for operation in OPERATIONS for name in TRAINED.get(operation.name, ())]
 
 

@@ -62,7 +62,7 @@ class TensorMap:
         """
         if len(coords) != self.rank:
             raise Fault(f"{len(coords)} coordinates of a tensor map of rank {self.rank}")
-        base, whole = self.base, True  # of modes that have one place in a box
+        base, whole = self.base, True  # base address and mask over modes of size 1 in the box
         address, inside = np.zeros(1, np.uint64), np.ones(1, bool)
         for coord, dim, stride, box in zip(coords, self.dims, self.strides, self.box, strict=True):
             if box == 1:

@@ -1,10 +1,10 @@
 """Models of two protocols, with a search through every order of their events: ranks of the symmetric transport that
 exchange rows, and warp roles of a kernel that hand over tiles.
 
-Of ranks: each rank has a window, which the others store to: for each source rows X (of dispatches) and Y (of combines),
-ids, and words of 64 bits. `data` and `sums` say that the source's part of an op is here, `enter` that it is done with
-all ops before, `abort` that it gave up. Ranks run one list of ops, each rank on one stream, and an op's words carry its
-epoch:
+Ranks: each rank has a window, which the others store to: for each source rows X (of dispatches) and Y (of combines),
+ids, and words of 64 bits. `data` and `sums` say that the source's part of an op is here, `enter` that the source is
+done with all ops before, `abort` that it gave up. Ranks run one list of ops, each rank on one stream, and an op's words
+carry its epoch:
 
     D1    dispatch, which makes handle 1: ids and rows to X, then `data`; wait for `data` of all; read
     B1    backward's dispatch by handle 1: the same without ids

@@ -10,10 +10,11 @@ WARP = "warp"
 
 
 def copies(n: int = 4, slots: int = 2, broken: str = "") -> Machine:
-    """For each k-tile a warp waits for its own copies, meets the other warp at the barrier, fills the stage that was
-    read before, and reads.
+    """Model the ring: for each k-tile a warp waits for its own copies, meets the other warp at the barrier, fills the
+    stage that was read before, and reads.
 
-    broken: "no wait" for its own copies; "no barrier"; "filled early", before the barrier.
+    broken: the fault to build in. "no wait": a warp does not wait for its own copies; "no barrier": it does not meet
+    the other warp; "filled early": it fills the stage before the barrier.
     """
     made = Machine()
     landed = [made.pipeline("group", slots, full=1, empty=1, parts=2) for _ in range(2)]

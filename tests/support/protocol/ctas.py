@@ -14,14 +14,14 @@ from typing import NamedTuple
 from .search import Fault, Found, explore
 
 WHOLE = 16
-"""2^20 in the kernels."""
+"""The tickets of a launch; 2^20 in the kernels."""
 START, TICKET, TICKET_THEN_ERROR, ERROR, OVER = range(5)
-"""A CTA's next step."""
+"""The kinds of a CTA's next step."""
 
 
 @dataclass(frozen=True)
 class LaunchRules:
-    """Rules of the implementation. If one rule is switched off, a search finds a fault."""
+    """Rules that the kernels follow. With any one of them switched off, a search must find a fault."""
 
     last_advances: bool = True  # the epoch; not CTA 0 at its start
     last_publishes: bool = True  # not CTA 0 at its end

@@ -43,7 +43,9 @@ def consume(role: Role, of: Pipeline, number: int) -> None:
 def ring(n: int = 5, slots: int = 2, consumers: tuple[str, ...] = (LOADS, MMA), broken: str = "") -> Machine:
     """Model `schedule.work.WorkRing`: the scheduler passes tiles to all other warps.
 
-    broken: "few arrivals", "no wait", "early", "parity".
+    broken: the fault to build in. "few arrivals": the empty barrier expects one arrival too few; "no wait": the
+    scheduler does not wait for an empty slot; "early": it commits before it writes; "parity": it waits for the wrong
+    parity.
     """
     made = Machine()
     ring = made.pipeline("ring", slots, full=1, empty=len(consumers) - (broken == "few arrivals"))
@@ -141,7 +143,7 @@ def _tail(loads: Role, stages: Pipeline, n: int) -> None:
 def turns(tiles: int = 4, k_tiles: int = 2, slots: int = 2, role: str = MMA, broken: str = "") -> Machine:
     """Model pingpong: two warpgroups take alternate tiles, with all k-tiles in one pipeline (`sm90/turns.py`).
 
-    broken: "no turns".
+    broken: "no turns": the warpgroups do not wait for each other.
     """
     made = Machine()
     stages = made.pipeline("stages", slots, full=2, empty=1)

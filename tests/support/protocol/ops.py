@@ -11,7 +11,7 @@ X, Y, IDS, DATA, SUMS, ENTER, ABORT, COUNT = range(8)
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of the implementation. If one rule is switched off, a search finds a fault."""
+    """Rules that the transport follows. With any one of them switched off, a search must find a fault."""
 
     release: bool = True  # a word lands after what it stands for
     wait_then_read: bool = True
@@ -23,7 +23,7 @@ class Rules:
     enter: bool = True
     enter_after_older: bool = True  # the kind of the op before does not decide alone: it may combine an older dispatch
     backward_is_latest: bool = True  # after B its handle is the latest, as after D
-    read_before_combine: bool = True  # what needs rows of X later has a copy
+    read_before_combine: bool = True  # whoever needs rows of X later has a copy
     epochs_go_on: bool = True  # a replayed graph does not start them again
     long_enter: bool = True  # `enter` is compared whole: the last may be older than half the epochs of other words
     time_out: bool = True

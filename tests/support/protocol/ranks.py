@@ -84,7 +84,7 @@ class Model:
         self.sequence = ops_of(self.ops, self.rules)
         self.steps = steps_of(self.sequence, self.rules)
         self.everyone = range(self.ranks)
-        self.part = 2 * self.rows + COUNT - Y  # of a window, what one source stores to
+        self.part = 2 * self.rows + COUNT - Y  # cells of a window that one source stores to
 
     def explore(self) -> Found:
         start = (0,) * self.ranks

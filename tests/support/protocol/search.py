@@ -9,7 +9,7 @@ State = TypeVar("State", bound=Hashable)
 
 
 class Fault(Exception):
-    """A fault of a broken protocol, found by the search."""
+    """Raised by a model if its protocol is broken; the search collects the faults."""
 
 
 class Found(NamedTuple):
