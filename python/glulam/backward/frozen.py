@@ -135,6 +135,11 @@ class FrozenPath(Frozen, DataPath):
     need_preact = NEED_ACT_GRADIENT - {"w1"}
     reads_by_index = fuses = False
 
+    @property
+    def op(self) -> str:
+        """The operator that errors name. A planned step knows its call; another step runs within `part_of`."""
+        return (self.kind or QuantizedMlpCall).op
+
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         """Return True in a layer (moe): its tokens are copied to T rows, since the GEMMs cannot read them by index.
         False otherwise. The arguments, by which `DataPath.copies` decides, are ignored."""
@@ -166,7 +171,7 @@ class FrozenPath(Frozen, DataPath):
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         groups, bias = saved["groups"], saved["b1"]
-        w1, factors = without_factors(parts_of(saved, "w1"))
+        w1, factors = without_factors(parts_of(saved, "w1"), self.op)
         if factors is None:
             return self.product("preact", saved["x"], w1, groups, bias=bias)
         return times_factors(self.product("preact", saved["x"], w1, groups), factors, self.sizes(groups), bias)
@@ -182,15 +187,17 @@ class FrozenPath(Frozen, DataPath):
         )
         dx = None
         if "x" in wanted:
-            w1, factors = without_factors(w1)
+            w1, factors = without_factors(w1, self.op)
             # dx = dh w1_e sums over w1's rows, so their factors are applied to dh.
             dh = dpreact if factors is None else times_factors(dpreact, factors, sizes)
             dx = self.input_gradient(targets, dh, w1, groups, over_rows=True)
         return DataGradients(dpreact, d_act, dx, d_scale)
 
 
-def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
+def without_factors(w1: Parts, op: str = QuantizedMlpCall.op) -> tuple[Parts, Tensor | None]:
     """Separate the global scales of w1's two halves (gate and up-projection) from w1, if each half has its own.
+
+    op: the operator that errors name.
 
     Returns:
         w1, and None if there is at most one global scale. Otherwise w1 with the global scale 1, and the global
@@ -203,7 +210,7 @@ def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
     data, scale, global_scale = w1
     if scale is not None and scale.dim() > data.dim():
         raise GradientNotSupported(
-            f"{caller('grouped_mlp')}: w1 has halves of {data.shape[1] // 2} rows, which end inside a block of scales, "
+            f"{caller(op)}: w1 has halves of {data.shape[1] // 2} rows, which end inside a block of scales, "
             "so that neither gradients nor lora are served; give w1.dequantize(torch.bfloat16) and recipe 'bf16'"
         )
     if global_scale is None or global_scale.dim() < 2:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Hashable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ..calls.quantized import Quantized
 from ..choose.problem import Problem
 from ..host import device as gpus
 from ..host.experts import GateUp
-from ..host.groups import part_of
 from ..host.plans import Plans
 from ..ops.quantized_weights import with_parts_as_read
 from .function import SINGLE, FlatLayout, Step, apply, apply_untransformed, flatten, layout_of, picker
@@ -33,7 +31,6 @@ from .path import LISTS, Path, with_table
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
-NO_ERRORS = nullcontext()
 PLANS: Plans[Any] = Plans()
 """The kept steps of calls with targets (buffers for gradients), which come from modules and not through an operator."""
 
@@ -151,20 +148,13 @@ class PlannedStep(Step):
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
         """Compute and return the result, and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
         named = self.layout.named(flat)
-        with self._naming():
-            result, made = self.path.forward(
-                self._with_tables(named) if self.listed else named, self.wanted, targets.out
-            )
+        result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
         if self.saved_layout is None:
             self.saved_layout = self._layout_saved(made)
         ctx.layouts = None if hooks_of_saved_tensors(False) is None else _layouts(tensors)
         ctx.save_for_backward(*tensors)
         return result
-
-    def _naming(self) -> Any:
-        """Return the context in which errors name the operator. Only parts with frozen weights raise any."""
-        return part_of(self.op) if self.is_frozen else NO_ERRORS
 
     def _layout_saved(self, made: dict[str, Tensor]) -> FlatLayout:
         """Return the layout of saved tensors. made: by name, the tensors that forward made for backward."""
@@ -188,8 +178,7 @@ class PlannedStep(Step):
             return self.general.differentiate(ctx, targets, saved, dy)
         if self.listed:
             self._with_tables(saved)
-        with self._naming():
-            gradients = self.path.gradients(saved, targets, self.wanted, *dy)
+        gradients = self.path.gradients(saved, targets, self.wanted, *dy)
         return self.layout.flat_gradients(gradients, lambda: ctx.needs_input_grad[2:])
 
 
