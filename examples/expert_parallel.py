@@ -1,7 +1,7 @@
 """Additions to a training step if experts are spread over the ranks of torch.distributed.
 
 Every rank has a part of each batch, its own experts and all other parameters. A loss is the mean over all ranks' parts:
-experts get the gradients of all tokens that came to them; the other parameters get those of the rank's own tokens,
+experts get the gradients of all tokens that came to them; the other parameters get gradients of the rank's own tokens,
 which are averaged over the ranks here.
 """
 
@@ -94,7 +94,7 @@ def finish_gradients(model: nn.Module, parallel: ExpertParallel, most: float) ->
 
 
 def cut_to_norm(own: Sequence[Tensor], shared: Sequence[Tensor], most: float, group: dist.ProcessGroup | None) -> None:
-    """Clip gradients as `torch.nn.utils.clip_grad_norm_` would clip those of the whole model.
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` would clip the whole model's.
 
     Args:
         own: parameters of experts, which differ between ranks. shared: all other parameters.

@@ -2,7 +2,7 @@
 
 Curves cannot tell: once a rounding error sends a token to another expert, two right runs part by 1e-4 to 1e-2 nats, and
 whether that happens within a run is chance. From the same weights nothing is amplified: gradients of right runs differ
-by rounding alone, and so do those of the peers, which compute the same products in other orders.
+by rounding alone, and so do the peers' gradients, which compute the same products in other orders.
 """
 
 from __future__ import annotations

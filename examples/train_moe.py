@@ -269,7 +269,7 @@ def progress_bars(console: Console) -> Progress:
 
 
 def shared_record(setup: Setup, seed: int, text: Text) -> dict[str, Any]:
-    """Return the record of what all runs share: settings, seed and sizes of the text."""
+    """Return the record that all runs share: settings, seed and sizes of the text."""
     sizes = {"train_bytes": len(text.train), "held_out_bytes": len(text.held_out)}
     return {"setup": setup.as_json(), "seed": seed, **sizes}
 

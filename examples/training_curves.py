@@ -71,7 +71,7 @@ def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int
 
     Args:
         suite: one of `results.TRAINING`.
-        records: one of each run, and at the end one of what they share. The first `peers` runs differ in their
+        records: one of each run, and at the end the one that they share. The first `peers` runs differ in their
             rounding alone, and the others are judged by them: runs with "gradients" or a "recipe" by these
             gradients and the held-out loss, other runs by their curves. Each run but the first gets its distance
             from the first.
@@ -114,7 +114,7 @@ def show(result: Result, console: Console) -> bool:
 
 
 def verdicts(shared: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
-    """Yield, from the record of what all runs share, each verdict: what is judged, whether it is good, and the
+    """Yield, from the record that all runs share, each verdict: what is judged, whether it is good, and the
     numbers.
     """
     if gradients := shared.get("gradients"):

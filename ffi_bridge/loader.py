@@ -171,7 +171,7 @@ def load(
     Args:
         arch: an architecture, for example "sm_90a".
         directory: the folder that holds `arch`/. None: `bundle_root()`, read at each call.
-        sources: the source hashes that the manifest must record. None: those of the installed kernels' sources.
+        sources: the source hashes that the manifest must record. None: the hashes of the installed kernels' sources.
         spec: the one function that the bundle must have, with no others except its stages; a bundle that lacks it is
             not kept in memory. None: any functions.
 

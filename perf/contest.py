@@ -64,7 +64,7 @@ def or_left_out(
     the run.
 
     Args:
-        required: exceptions propagate, except those of the types in `unless`.
+        required: exceptions propagate, except the types in `unless`.
         noting: a dict that keeps the reason, and the key to keep it under.
     """
     try:

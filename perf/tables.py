@@ -124,7 +124,7 @@ def _transformers(result: Result) -> list[Table]:
 
 
 def _curves(result: Result) -> list[Table]:
-    """Return a table with a row for each training run; distances are those of its smoothed loss from the first
+    """Return a table with a row for each training run; distances are from its smoothed loss to the first
     run's.
     """
     *runs, shared = result["records"]

@@ -156,7 +156,7 @@ def _plain_result(arch: str, spec: Spec, problem: Problem) -> Tensor:
 
 
 def check_form(arch: str, form: Problem) -> None:
-    """Compare each tile's bits with those of the plain form on the widest tile that declares the same order. An adapter
+    """Compare each tile's bits with the plain form's on the widest tile that declares the same order. An adapter
     is zero: where its products are added is not declared."""
     tiles = sorted(policy_of(arch).tiles(plain(form)), key=lambda tile: tile.m)
     siblings = {accumulations_of(spec): spec for spec in (spec_on(plain(form), arch, tile) for tile in tiles)}

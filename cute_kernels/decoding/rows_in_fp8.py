@@ -37,9 +37,9 @@ ROW_BLOCKS = SWIZZLE_BYTES // (2 * CHUNK_BYTES)
 """Blocks of a row in a k-tile; their elements are a chunk of 16 bytes each."""
 BLOCKS, ROWS = 2, 2
 """A thread has two neighbouring blocks of each of its rows; two of its rows share a word."""
-# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6, less those of 8 u. The byte of 0.5 for u = 0 is an
-# exception (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, whose byte is not that of 1 with an
-# exponent one less.
+# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. Adding 8 u to a byte doubles its number u times.
+# 0.5 for u = 0 is an exception (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, so its byte is
+# not 8 less than the byte of 1.
 LOWER, UPPER = 0x0C080000, 0x1C181410
 HALF_OF_LEAST_NORMAL = 0x04040404
 BOTH_BLOCKS, ALL_U = 0x0101, 0x0F0F0F0F

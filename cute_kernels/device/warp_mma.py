@@ -62,7 +62,7 @@ def read_matrices(row: cute.Pointer, dtype: type[cutlass.Numeric], count: int, t
     """Read `count` matrices of 8 x 8 16-bit elements, or their transposes, by ldmatrix. Return a word of each matrix:
     elements 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4.
 
-    row: the address in shared memory that this lane passes: that of row lane % 8 of matrix lane / 8.
+    row: the address in shared memory that this lane passes: where row lane % 8 of matrix lane / 8 begins.
     """
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, count), dtype)
     source = cute.make_tensor(shared_at(dtype, row, 8).iterator, cute.make_layout(2 * count))

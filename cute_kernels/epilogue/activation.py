@@ -104,7 +104,7 @@ class ActivationEpilogue(Epilogue):
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
         """Return the activation's arguments for a chunk: the thread's accumulators of a and, with a gate, of u, whose
-        columns come half a tile after those of a."""
+        columns come half a tile after a's columns."""
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:

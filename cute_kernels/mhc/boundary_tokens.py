@@ -44,7 +44,7 @@ THREADS = TOKEN_WARPS * LANES
 
 
 class TokenInputs(NamedTuple):
-    """Addresses of what the kernel reads.
+    """Addresses of the kernel's inputs.
 
     Attributes:
         d_x, x: [T, D]; d_x 0: not given.

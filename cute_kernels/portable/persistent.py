@@ -63,7 +63,7 @@ class TileKernel(Invariant):
     next tile    barrier (CTA) after the last slot               first copies of the next tile
 
     Timeline of a tile: the epilogue's `begin` fetches row scales and biases. The mainloop starts to fill all stages
-    except those of one run, then multiplies run by run while copies of later runs arrive. After the last run the
+    except the stages of one run, then multiplies run by run while copies of later runs arrive. After the last run the
     stages' memory is free, and the epilogue's slots lie there: results pass through them to global memory. Meanwhile
     the SM's other CTA can multiply.
     """

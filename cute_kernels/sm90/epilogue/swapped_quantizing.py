@@ -1,6 +1,6 @@
 """Epilogue of a fused FC1 in MXFP8 on a swapped tile: `quantizing.QuantizingEpilogue` for transposed accumulators.
 
-The four warps of the MMA warpgroup hold the elements of a block, and lanes four apart hold those of the same rows.
+The four warps of the MMA warpgroup hold the elements of a block, and lanes four apart hold elements of the same rows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The mainloop of an adapted GEMM: x w^T + low b^T, where low [T, r] and b belong to an adapter of rank r. The k-tiles
-of the second product follow those of the first.
+of the second product follow the first product's.
 """
 
 from __future__ import annotations

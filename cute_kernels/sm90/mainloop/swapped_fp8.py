@@ -66,7 +66,7 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
         """Multiply and promote all k-tiles of a tile. All slabs' MMAs of a k-tile are in flight together; a slab is
-        promoted during those of the next slabs. Returns the advanced state.
+        promoted during the MMAs of the next slabs. Returns the advanced state.
         """
         tiled_mma, slabs, regs = self.tiled_mma(), self.tile.slabs, self.slab_regs
         partial = cute.make_rmem_tensor(slabs * regs, Float32)

@@ -303,7 +303,7 @@ class AddressedCall(Call):
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return (LaunchShape, its compiled code) of a launch like that of plan `like`, for this call's number of rows.
+        """Return (LaunchShape, its compiled code) of a launch like plan `like`'s, for this call's number of rows.
 
         The LaunchShape may differ from the one of `like`: the number of rows decides whether the kernel takes scratch
         memory, and the leading argument may have another number of token dimensions.

@@ -35,7 +35,7 @@ class ResultTensor(NamedTuple):
     Attributes:
         name: name of the argument that may be the buffer; if there is none, name of the result.
         kernel: name of the argument of the kernel's function.
-        shape: names of constants such as those of `Problem.dims`, one for each size, or the name of one constant that
+        shape: names of constants, such as `Problem.dims` has, one for each size, or the name of one constant that
             is the whole shape.
         like: the argument whose device and dtype the result gets. Empty: the leading argument.
         dtype: name of a constant with the result's dtype. Empty: the dtype of `like`.

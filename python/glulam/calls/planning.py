@@ -219,7 +219,7 @@ class PlanMaker(Arguments):
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return (LaunchShape, its compiled code) of a launch like that of plan `like`, for this call's number of rows.
+        """Return (LaunchShape, its compiled code) of a launch like plan `like`'s, for this call's number of rows.
 
         Here both are `like`'s own; subclasses may return others.
         """

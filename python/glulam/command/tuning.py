@@ -80,7 +80,7 @@ PROBLEM = {
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that describe a layer: all sizes, and those of the others that the user gave.
+    """Return the options that describe a layer: all sizes, and the other options that the user gave.
 
     Raises:
         ValueError: the operator has no such option.

@@ -300,7 +300,7 @@ class ExpertParallel:
             experts: function (x_here, routing_here, is_summed) of the experts' results: if is_summed, which is the case
                 with gradients, a sum for each token; else rows, which combine adds on their way back.
             given: the remaining arguments of the experts, by name: the experts check them only if they differ in kind
-                from those of earlier calls.
+                from earlier calls' arguments.
             x, routing: the tokens [N, H], and their Routing to all experts.
             residual: [N, H], added to the result; None: nothing is added.
             shared: function that computes the residual from x while rows are on their way; None: `residual` is used.

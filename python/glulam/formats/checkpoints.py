@@ -43,7 +43,7 @@ def load_experts(
     Returns:
         (w1, w2): FP8BlockTensors, MXFP8Tensors, MXFP4Tensors or NVFP4Tensors [E, 2I, H] and [E, H, I], for glu_layout
             "concat": the gate's rows before the up-projection's. Their `recipe` names a recipe that takes them. An
-            NVFP4 w1 has global scales [E], or [E, 2] if those of the two halves differ.
+            NVFP4 w1 has global scales [E], or [E, 2] if the two halves' scales differ.
 
     Raises:
         ValueError: there are no experts at the prefix, an expert or a part is missing, names of several formats are

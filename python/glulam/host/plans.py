@@ -182,7 +182,7 @@ class Plans(Generic[PlanType]):
         Args:
             key: the call's key.
             lead: the sizes of the dimensions that count rows, with which the shapes of tensors of rows begin.
-            count: the number of tensors of rows, without those in `any_rows`.
+            count: the number of tensors of rows, without the tensors in `any_rows`.
             found: what `find_resizable` returns for such calls.
             any_rows: indices, among the call's tensors, of those that may have any number of rows.
         """

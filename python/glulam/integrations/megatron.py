@@ -232,7 +232,7 @@ def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a Megatron state dict's entries to those of an nn.GroupedMLP with one parameter for each expert.
+    """Rename a Megatron state dict's entries to an nn.GroupedMLP's with one parameter for each expert.
 
     If the module is packed, nn.GroupedMLP packs them when it loads them.
     """

@@ -149,8 +149,8 @@ def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu, invariant: boo
         x, weight: the operator's arguments.
         tokens: number of tokens.
         gpu: the GPU.
-        invariant: True: slices depend neither on `tokens` nor on the GPU; they are those of `USUAL_TOKENS` tokens and
-            `USUAL_SMS` SMs.
+        invariant: True: slices depend neither on `tokens` nor on the GPU; they are the slices of `USUAL_TOKENS`
+            tokens and `USUAL_SMS` SMs.
     """
     is_exact = weight.dtype is torch.float32
     cut = functools.partial(

@@ -122,7 +122,7 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 
 
 def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Naming, mlp: Any) -> list[Move]:
-    """Return the moves (`state.Move`) from one library's naming; []: the keys are not exactly those of this naming.
+    """Return the moves (`state.Move`) from one library's naming; []: the keys are not exactly this naming's.
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.

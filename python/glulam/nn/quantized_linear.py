@@ -61,7 +61,7 @@ class _Kept:
 
 
 def _is_memory(part: Tensor) -> bool:
-    """Return True for a tensor that has memory, and may be cached; False for fake tensors and those of torch.func."""
+    """Return True for a tensor that has memory, and may be cached; False for fake tensors and torch.func's tensors."""
     return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 

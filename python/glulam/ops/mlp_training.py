@@ -344,7 +344,7 @@ def backward(
     row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
     row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
-    """Compute all gradients of grouped_mlp in MXFP8 except those of weights and biases, with dx in `out` if given.
+    """Compute all gradients of grouped_mlp in MXFP8 except of weights and biases, with dx in `out` if given.
 
     Args:
         dy: the gradient of y.

@@ -109,7 +109,7 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
 def _in_mxfp8(given: Given, block: Block, return_x: bool) -> list[Tensor]:
     """Return the results of `mhc.boundary` with x in MXFP8, but instead of x's bytes 1.0 or 0.0 for each byte.
 
-    1.0: the byte equals that of x quantised separately.
+    1.0: the byte equals the one of x quantised separately.
     """
     tensors = list(given.values())
     wanted = mhc.boundary(*tensors)

@@ -22,7 +22,7 @@ class Named(NamedTuple):
 
     Attributes:
         activation: Glulam's name.
-        takes: names of those number arguments of `gate_of` that this activation accepts.
+        takes: names of the number arguments of `gate_of` that this activation accepts.
     """
 
     activation: str
