@@ -28,6 +28,7 @@ from cute_kernels.sm90.configs import (
     SMALL8,
     TILES,
     TILES_W8,
+    TINY8_W4,
     TINY_W8,
     WGRAD,
     glu_form,
@@ -313,6 +314,9 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
             "schedule='pingpong' does not fit operands='mxfp8'.*choose schedule='cooperative'",
         ),
         (lambda: GroupedMmSpec(tile=LARGE_W8), "tile k=128 does not fit operands='16bit'"),
+        (lambda: GroupedMmSpec(tile=TINY8_W4, operands="mxfp8"), "'swapped_whole' does not fit operands='mxfp8'"),
+        (lambda: GroupedMmSpec(tile=TINY8_W4, operands="mxfp4_weight_only"), "'swapped_whole' does not.*'swapped'"),
+        (lambda: GroupedMmSpec(tile=TINY_W8, operands="mxfp4"), "'swapped_single' does not fit operands='mxfp4'"),
         (lambda: GroupedMmSpec(tile=LARGE_W8, operands="mxfp8"), "'swapped_single' does not fit operands='mxfp8'"),
         (
             lambda: GroupedMmSpec(tile=TileConfig(k=128), operands="mxfp8_weight_only"),

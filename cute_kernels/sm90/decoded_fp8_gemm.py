@@ -13,8 +13,7 @@ from ..epilogue.sizes import THREADS
 from ..formats import MXFP4_ROWS
 from ..specs import RaggedSpec
 from . import budget
-from .epilogue.store import make_store
-from .epilogue.swapped import SwappedEpilogue, SwappedSlots
+from .epilogue.swapped import SwappedEpilogue
 from .grouped_gemm import GroupedGemm
 from .mainloop.decoded_fp8 import DecodedFp8Mainloop, Scales
 from .mainloop.swapped_fp8 import SwappedFp8Mainloop
@@ -27,19 +26,20 @@ class GroupedDecodedFp8Gemm(GroupedGemm):
     Besides its block scales, each weight row has a power-of-two scale, by which the epilogue multiplies the row's sums.
     """
 
+    decoding_mainloop = DecodedFp8Mainloop
+
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)
-        self.decoding_warpgroups, _, _, self.beside_decoding = budget.DECODING_TO_FP8[spec.tile.m]
+        decoding = budget.DECODING_TO_FP8[spec.tile.m]
+        self.decoding_warpgroups, self.beside_decoding = decoding.warpgroups, decoding.registers
         self.threads = (1 + self.num_warpgroups + self.decoding_warpgroups) * THREADS
 
     @property
     def stages(self) -> int:
         return budget.stages_to_decode(self.tile, self._slot_owners * self.shape.slots.num_bytes)
 
-    decoding_mainloop = DecodedFp8Mainloop
-
     def make_mainloop(self) -> DecodedFp8Mainloop:
-        return self.decoding_mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.decoding_warpgroups)
+        return self.decoding_mainloop(self.tile, self.shape.parts, self.stages, self.policy)
 
     def _loaded_weights(self, storage: Any, mainloop: Any, sB: cute.Tensor) -> cute.Tensor:
         layout = mainloop.narrow_layout
@@ -60,9 +60,6 @@ class GroupedSwappedFp8Gemm(GroupedDecodedFp8Gemm):
 
     decoding_mainloop = SwappedFp8Mainloop
 
-    def __init__(self, spec: RaggedSpec, epilogue: SwappedEpilogue, slots: type[SwappedSlots] = SwappedSlots):
+    def __init__(self, spec: RaggedSpec, epilogue: SwappedEpilogue):
         super().__init__(spec, epilogue)
-        self.slots_type = slots
-
-    def _make_store(self, view: cute.Tensor) -> Any:
-        return make_store(view, self.shape.slots.rows, self.shape.slots.columns())
+        self.slots_type = epilogue.slots_type

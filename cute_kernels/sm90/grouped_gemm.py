@@ -63,7 +63,7 @@ class GroupedGemm(PersistentGemm):
 
     def _make_store(self, view: cute.Tensor) -> Any:
         """Host side: make the TMA store through which staging slots write `view`, one of the epilogue's outputs."""
-        return make_store(view, cols=self.epilogue.store_columns(view.element_type))
+        return make_store(view, self.shape.slots.rows, self.epilogue.store_columns(view.element_type))
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64) -> Any:
         """Host side: return the scales that the mainloop multiplies by: an address, or a tuple that holds addresses.

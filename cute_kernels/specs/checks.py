@@ -43,8 +43,8 @@ def check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool
     depth = TILE_K[16 if tile.by_warps else max(formats.w.bits, 8)]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
-    is_swapped = formats.decodes_to_fp8 if tile.rules.reads_decoded else formats.decodes
-    if tile.swapped and not is_swapped or formats.decodes and not (tile.swapped or tile.by_warps):
+    fits = formats.decodes_to_fp8 if tile.rules.reads_decoded else tile.swapped == formats.decodes or tile.by_warps
+    if not fits:
         needs = "schedule='swapped'" if formats.decodes else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
     if formats.has_scaled_rows and tile.takes_turns and not tile.in_tensor_memory:

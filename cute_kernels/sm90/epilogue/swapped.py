@@ -149,6 +149,7 @@ class SwappedEpilogue(Epilogue):
         weights: format of the weights.
     """
 
+    slots_type: type[SwappedSlots] = SwappedSlots
     # True: a row scale multiplies the bias alone, so that it is read only if there is a bias.
     scales_bias = False
     rounds = False
@@ -164,10 +165,20 @@ class SwappedEpilogue(Epilogue):
         self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
         self.chunk_columns = self.rows.chunk_columns
         self.thread_columns = self.rows.thread_columns
-        self.row_chunks = tile.m // self.chunk_rows
-        self.column_chunks = self.rows.columns // self.chunk_columns
-        self.chunks = self.column_chunks * self.row_chunks
-        self.num_slots = min(SLOTS, self.chunks)
+
+    @property
+    def column_chunks(self) -> int:
+        """Chunks beside each other, along the columns of the warpgroup's output."""
+        return self.rows.columns // self.chunk_columns
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that a warpgroup stores for a tile."""
+        return self.column_chunks * (self.tile.m // self.chunk_rows)
+
+    @property
+    def num_slots(self) -> int:
+        return min(SLOTS, self.chunks)
 
     @property
     def shape(self) -> EpilogueShape:

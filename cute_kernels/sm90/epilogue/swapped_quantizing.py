@@ -14,7 +14,7 @@ from cutlass import Float8E4M3FN, Int32, Uint8
 
 from ...device.swizzle import SWIZZLE_BYTES
 from ...epilogue.shape import EpilogueShape, Smem
-from ...epilogue.sizes import SLOTS
+from ...epilogue.sizes import ROWS
 from ...epilogue.slots import narrowed
 from ...formats import OPERANDS
 from ...schedule.groups import Groups
@@ -24,8 +24,6 @@ from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK
 from .quantizing import store_scale
 from .store import Slots
 from .swapped import MATRIX, WARPS, RowSmem, SwappedActivationEpilogue, SwappedSlots, SwappedState
-
-SLAB_COLUMNS = 64
 
 
 class ByteSlots(SwappedSlots):
@@ -47,7 +45,7 @@ class ByteSlots(SwappedSlots):
         self.acquire()
         for i in cutlass.range_constexpr(cute.size(values)):
             slab, half = divmod(i // 2 % 4, 2)
-            chunk = slab * (SLAB_COLUMNS // SWIZZLE_CHUNK) + self.warp
+            chunk = slab * (ROWS // SWIZZLE_CHUNK) + self.warp
             row = self.row + i % 2
             at = (i // 8 * MATRIX + row) * SWIZZLE_BYTES + (chunk ^ row) * SWIZZLE_CHUNK + half * MATRIX + self.byte
             address = Int32(self.smem.iterator.toint()) + slot * self.slot_bytes + at
@@ -69,6 +67,7 @@ class SwappedQuantizingEpilogue(SwappedActivationEpilogue):
     A chunk has the 128 columns of a block: two slabs of weight rows (four, if gated).
     """
 
+    slots_type = ByteSlots
     block_warps = WARPS
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
@@ -76,10 +75,7 @@ class SwappedQuantizingEpilogue(SwappedActivationEpilogue):
         self.act = OPERANDS[spec.operands].act
         self.rounds = True
         self.chunk_columns = self.act.block
-        self.thread_columns = self.act.block // SLAB_COLUMNS * ROW_HALVES
-        self.column_chunks = self.rows.columns // self.chunk_columns
-        self.chunks = self.column_chunks * self.row_chunks
-        self.num_slots = min(SLOTS, self.chunks)
+        self.thread_columns = self.act.block // ROWS * ROW_HALVES
 
     @property
     def shape(self) -> EpilogueShape:

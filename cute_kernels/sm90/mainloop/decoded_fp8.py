@@ -107,11 +107,11 @@ class DecodedFp8Mainloop(Fp8Mainloop):
     warpgroups.
     """
 
-    def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, warpgroups: int):
+    def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy):
         super().__init__(tile, parts, stages, policy, False)
-        self.warpgroups = warpgroups
-        self.decoded_stages, self.ahead = budget.DECODING_TO_FP8[tile.m][1:3]
-        assert stages >= self.decoded_stages >= warpgroups, "see decode"
+        decoding = budget.DECODING_TO_FP8[tile.m]
+        self.warpgroups, self.decoded_stages, self.ahead = decoding.warpgroups, decoding.slots, decoding.ahead
+        assert stages >= self.decoded_stages >= self.warpgroups, "see decode"
         self.b_layout = self._smem_layout(self.b_major, tile.n, self.decoded_stages)
         self.w_box = self.part_n, tile.k // WORD_ELEMENTS
         self.narrow_layout = swizzled_layout(Int32, (tile.n, self.w_box[1], stages))

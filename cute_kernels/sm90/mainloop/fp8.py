@@ -127,6 +127,7 @@ class Fp8Mainloop(GemmMainloop):
     """
 
     looks_ahead = AFTER_MMA
+    scales_type = RowScales
 
     def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, load_warp_gathers: bool):
         super().__init__(Float8E4M3FN, tile, parts, False, stages, policy, load_warp_gathers)
@@ -155,7 +156,12 @@ class Fp8Mainloop(GemmMainloop):
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
         scales = self.scales_of_rows(operands)
-        return RowScales(scales, operands.rows, first_row, 2 * self.tile.slabs, MXFP8_WIDE.num_scales(k), last)
+        return self.scales_type(scales, operands.rows, first_row, self.num_rows, MXFP8_WIDE.num_scales(k), last)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of a thread's rows of x in a tile."""
+        return 2 * self.tile.slabs
 
     def scales_of_rows(self, operands: Operands) -> Int64:
         """Return the address of the scale bytes of x's rows."""

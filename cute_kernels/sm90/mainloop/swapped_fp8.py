@@ -14,10 +14,8 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...epilogue.fragments import TileShare, registers
+from ...epilogue.fragments import TileShare
 from ...epilogue.sizes import ROWS, THREADS
-from ...formats import MXFP8_WIDE
-from .base import Operands
 from .decoded_fp8 import DecodedFp8Mainloop
 from .fp8 import RowScales
 
@@ -31,6 +29,8 @@ class ColumnScales(RowScales):
 class SwappedFp8Mainloop(DecodedFp8Mainloop):
     """`DecodedFp8Mainloop` whose MMAs have the decoded weights as rows. One warpgroup multiplies all slabs (64 weight
     rows) of a tile."""
+
+    scales_type = ColumnScales
 
     def tiled_mma(self) -> cute.TiledMma:
         """Make the MMA: wgmmas of 64 weight rows by tile.m rows of x."""
@@ -53,12 +53,14 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
         """Allocate a thread's accumulators, slab by slab."""
         return cute.make_rmem_tensor(self.tile.slabs * self.slab_regs, Float32)
 
-    def scales(self, operands: Operands, share: TileShare) -> ColumnScales:
-        """Make the object that holds a thread's scales for all of its tiles."""
-        k = cute.size(operands.a, mode=[1])
-        first, last = cute.arch.lane_idx() % 4 * 2, cute.ceil_div(k, self.tile.k) - 1
-        address, count = self.scales_of_rows(operands), self.tile.m // 4
-        return ColumnScales(address, operands.rows, first, count, MXFP8_WIDE.num_scales(k), last)
+    def first_row(self, share: TileShare) -> Int32:
+        """Return a thread's first row of x in the tile, a column of the MMA."""
+        return cute.arch.lane_idx() % 4 * 2
+
+    @property
+    def num_rows(self) -> int:
+        """Number of a thread's rows of x in a tile, two of every 8."""
+        return self.tile.m // 4
 
     @cute.jit
     def _multiply(
@@ -76,7 +78,7 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
             self.decoded.wait_full(state.count)
             slot = self.decoded.slot(state.count)
             for slab in cutlass.range_constexpr(slabs):
-                sums = cute.make_tensor(registers(partial, slab * regs, regs).iterator, shape)
+                sums = cute.make_tensor(partial.iterator + slab * regs, shape)
                 self._start_piece(tiled_mma, sums, (weights, slab, slot), (columns, 0, state.index))
             taken = scales.take(k_tile)
             for slab in cutlass.range_constexpr(slabs):

@@ -11,7 +11,7 @@ from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
 from ..decoded_fp8_gemm import GroupedDecodedFp8Gemm, GroupedSwappedFp8Gemm
 from ..epilogue.quantizing import QuantizingEpilogue
-from ..epilogue.swapped_quantizing import ByteSlots, SwappedQuantizingEpilogue
+from ..epilogue.swapped_quantizing import SwappedQuantizingEpilogue
 
 
 class Glu:
@@ -38,5 +38,5 @@ class Glu:
 def trace(spec: GroupedGluSpec) -> Traced:
     dtype = DTYPES[spec.dtype]
     if spec.tile.swapped:
-        return traced(spec, Glu(GroupedSwappedFp8Gemm(spec, SwappedQuantizingEpilogue(dtype, spec), ByteSlots)))
+        return traced(spec, Glu(GroupedSwappedFp8Gemm(spec, SwappedQuantizingEpilogue(dtype, spec))))
     return traced(spec, Glu(GroupedDecodedFp8Gemm(spec, QuantizingEpilogue(dtype, spec))))
