@@ -27,7 +27,8 @@ from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows
 from ..turns import Turns
 from .base import MmaTile
 from .decoders import product
-from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpgroup
+from .decoding import DecodingMainloop
+from .weight_scales import ScaleGrid, WeightScales, thread_of_warpgroup
 
 # Threads with the same weight rows: each has its own 32 elements of every row in a k-tile.
 QUAD = 4
