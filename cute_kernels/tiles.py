@@ -8,7 +8,7 @@ from typing import Any
 
 # Float32 accumulators that a thread can hold in addition to an epilogue's registers. More fit if warpgroups take turns,
 # since a forward's epilogue then takes accumulators chunk by chunk.
-MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
+MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS, MAX_CROWDED_ACCUMULATORS = 128, 192, 48
 PINGPONG_WARPGROUPS = 2
 SLAB_ROWS = 64
 """Rows of a slab, the rows that one MMA instruction of a warpgroup multiplies."""
@@ -53,7 +53,7 @@ class Schedule:
 
 
 # The columns of a swapped tile's wgmma are rows of x.
-_SWAPPED = Schedule(short="swap", heights=(16, 32, 64, 128, 256), widths=(128, 256), slabs=2, swapped=True)
+_SWAPPED = Schedule(short="swap", heights=(16, 32, 64, 96, 128, 256), widths=(128, 256), slabs=2, swapped=True)
 SCHEDULES = {
     "cooperative": Schedule(short="coop", clusters=CLUSTERS, slabs=1),
     "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
@@ -194,17 +194,17 @@ class TileConfig:
         """The most accumulators that a thread can hold with the longest epilogues. With four MMA warpgroups a thread
         has less than half the registers that it has with two, and 64 accumulators spill.
         """
-        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
+        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_CROWDED_ACCUMULATORS
 
     @property
     def box_rows(self) -> int:
         """Rows of x that one TMA load brings: a tile of 16 rows takes two loads of 8 rows, a tile of 64 four of 16, a
-        larger tile loads of 64.
+        tile of 96 three of 32, a larger tile loads of 64.
 
         Any multiple of the 8 rows of a swizzle atom would work. In a tile of 64, boxes of 8 rows are as fast as boxes
         of 16 if a group has few rows, and 0.5 % slower if it has 64.
         """
-        return 8 if self.m <= 16 else 16 if self.m <= 64 else 64
+        return 8 if self.m <= 16 else 16 if self.m <= 64 else math.gcd(self.m, 64)
 
     @property
     def chunk_columns(self) -> int:

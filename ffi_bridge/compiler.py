@@ -34,7 +34,7 @@ Tracer = Callable[[specs.Spec], tuple[Any, tuple[Any, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class KernelArtifact:
-    """One compiled function: its export symbol, its object file and each device kernel's resources."""
+    """One compiled function: its export symbol, its object file, and the resources of each device kernel."""
 
     name: str
     object_file: Path
@@ -54,7 +54,8 @@ class KernelArtifact:
 
 
 def load_tracer(name: str) -> Tracer:
-    """The function that "module:function" names: spec -> (jitted host function, its fake arguments)."""
+    """Return the function that a string "module:function" names. It maps a spec to the jitted host function and its
+    arguments, which are placeholders."""
     module, _, function = name.partition(":")
     tracer: Tracer = getattr(importlib.import_module(module), function)
     return tracer
@@ -62,7 +63,8 @@ def load_tracer(name: str) -> Tracer:
 
 @functools.cache
 def _cutlass(arch: str) -> Any:
-    """`cutlass.cute`, imported for `arch`: without a GPU the DSL takes its architecture from the environment, once."""
+    """Import `cutlass.cute` for an architecture. Without a GPU the DSL reads its architecture from the environment,
+    once, so a process compiles for one."""
     chosen = os.environ.setdefault("CUTE_DSL_ARCH", arch)
     if chosen != arch:
         raise CompileError(f"this compile process serves {chosen}; compile for {arch} in another")
@@ -75,14 +77,17 @@ def _cutlass(arch: str) -> Any:
 
 
 def _forget_source_lines(dsl: Any) -> None:
-    """Remarks make the DSL look up the source line of every operation that it traces: a quarter of a build's time
-    (2.5 s to 1.9 s for two GEMMs), the same code, and nothing reads them here. Harmless where it changes nothing."""
+    """Stop the DSL from looking up the source line of every operation that it traces, which it does for remarks.
+
+    The lookup takes a quarter of a build's time (two GEMMs: 2.5 s with it, 1.9 s without), and nothing here reads the
+    lines. The compiled code is the same.
+    """
     if tracking := getattr(dsl, "_set_enable_frame_filtering", None):
         dsl._set_enable_frame_filtering = lambda _: tracking(False)
 
 
 def _aim(module: Any, cpu: str) -> None:
-    """Has every function of a traced module compiled for `cpu`, x86-64, rather than for this machine's.
+    """Make the compiler compile every function of a traced module for an x86-64 `cpu` instead of this machine's CPU.
 
     The DSL's exporter has no option for it; a function's own attributes go before those of LLVM's target machine.
     """
@@ -119,7 +124,7 @@ def _export(compiled: Any, file: Path, name: str, machine: host.Host) -> None:
 
 
 def compile_spec(spec: specs.Spec, directory: Path, tracer: str, machine: host.Host) -> KernelArtifact:
-    """Compiles one spec, with host code for any CPU of a machine, into `directory`/<spec.name>.o.
+    """Compile one spec, with host code for any CPU of a machine, to `directory`/<spec.name>.o.
 
     To be called in a process of its own: it imports cutlass for the spec's architecture and for no other.
 

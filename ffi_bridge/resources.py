@@ -38,7 +38,13 @@ _LAUNCH = re.compile(r"llvm\.call @_cudaLaunchKernelEx\(%\w+, (%\w+),")
 
 @dataclasses.dataclass(frozen=True)
 class KernelResources:
-    """One device kernel: registers a thread, spills and shared memory in bytes, C75xx codes of ptxas."""
+    """Resources of one device kernel.
+
+    Attributes:
+        registers: registers of a thread.
+        spill_stores, spill_loads, static_smem, dynamic_smem: bytes.
+        diagnostics: C75xx codes of ptxas.
+    """
 
     name: str
     registers: int
@@ -50,7 +56,7 @@ class KernelResources:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Complaints that a build refuses unless allowed for the spec's name: 'spills', and each C75xx code."""
+        """What a build refuses unless it is allowed for the spec's name: 'spills', and each C75xx code."""
         spills = ("spills",) if self.spill_stores or self.spill_loads else ()
         return spills + self.diagnostics
 

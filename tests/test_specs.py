@@ -242,14 +242,14 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
         (lambda: GroupedGluSpec(activation="silu", glu_layout="interleaved"), "no gate; leave glu_layout"),
         (
             lambda: GroupedGluSpec(tile=TileConfig(n=128, k=128), operands="mxfp8"),
-            "tile n=128: a scale of an activation in FP8 is of 256 weight rows",
+            "tile n=128: 256 weight rows make the FP8 activations that share a scale",
         ),
         (lambda: GroupedGluSpec(save_preact=True, tile=LARGE8, operands="fp8_block"), "save_preact is for training"),
         (lambda: GroupedDgluSpec(tile=DGLU8, operands="fp8_block"), "'fp8_block' is not.*one of: 16bit, mxfp8"),
         (lambda: GroupedMmSpec(tile=LARGE8, arch="sm_80", operands="fp8_block_weight_only"), "schedule"),
         (
             lambda: GroupedMmSpec(arch="sm_100a"),
-            "schedule='cooperative' is of another architecture than sm_100a; choose one of: tensor_memory, warps",
+            "schedule='cooperative' belongs to another architecture than sm_100a; choose one of: tensor_memory, warps",
         ),
         (lambda: GroupedMmSpec(tile=IN_TENSOR_MEMORY), "another architecture than sm_90a; choose one of: cooperative"),
         (
@@ -268,7 +268,7 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
         (lambda: WgradSpec(operands="16bit"), "operands='16bit' is not supported; choose one of: mxfp8_blocks"),
         (
             lambda: GroupedMmSpec(tile=IN_TENSOR_MEMORY, arch="sm_100a", adapted=True),
-            "on Hopper's own kernels; leave adapted out",
+            "kernels of 16-bit weights have adapters; choose adapted=False",
         ),
         (lambda: TileConfig(m=64, n=128, schedule="tensor_memory"), "tile m=64 is not supported; choose one of: 128"),
         (lambda: TileConfig(cluster_m=2, schedule="tensor_memory"), r"cluster \(m, n\)=\(2, 1\)"),
@@ -277,7 +277,7 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
         (lambda: GroupedMlpSpec(fc1=GroupedGluSpec(transpose_w=True)), "both transposed or neither"),
         (
             lambda: GroupedGluSpec(tile=LARGE8, operands="mxfp8", transpose_w=True),
-            "transpose_w reads 16-bit weights alone",
+            "transpose_w needs 16-bit weights",
         ),
         (
             lambda: GroupedGluSpec("bfloat16", "gated", "blocked", transpose_w=True),
@@ -287,11 +287,11 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
             lambda: GroupedGluSpec(tile=TileConfig(n=192, schedule="pingpong"), transpose_w=True),
             "tile n=192: either half.*choose tile n=128 or 256",
         ),
-        (lambda: GroupedMmSpec(in_halves=True), "in_halves is of a contraction.*choose transpose_w=True"),
-        (lambda: GroupedMmSpec(transpose_w=True, in_halves=True, adapted=True), "adapted is of one weight"),
+        (lambda: GroupedMmSpec(in_halves=True), "in_halves splits a contraction.*choose transpose_w=True"),
+        (lambda: GroupedMmSpec(transpose_w=True, in_halves=True, adapted=True), "an adapted kernel reads one weight"),
         (
             lambda: GroupedMmSpec(tile=TileConfig(n=128, schedule="warps"), arch="sm_90", adapted=True),
-            "adapted is of weights of 16 bits on Hopper's own kernels",
+            "only Hopper's own kernels of 16-bit weights have adapters",
         ),
         (lambda: GroupedGluSpec(adapted=True), "stores the preactivation; choose save_preact=True"),
         (lambda: GroupedDgluSpec(dgrad=TileConfig(), adapted=True), "no dgrad follows an adapted grouped_dglu"),
@@ -300,13 +300,13 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
         (lambda: GroupedDgluSpec(dgrad=TileConfig(), transpose_w=True), "with transpose_w leave it out"),
         (
             lambda: GroupedDgluSpec(tile=DGLU8, operands="mxfp8", transpose_w=True),
-            "transpose_w reads 16-bit weights alone",
+            "transpose_w needs 16-bit weights",
         ),
         (lambda: BackwardCleanupSpec("float32"), "dtype='float32'"),
         (lambda: TileConfig(m=16), "tile m=16 is not supported; choose one of: 64, 128"),
-        (lambda: TileConfig(m=96, n=256, k=128, schedule="swapped"), "tile m=96.*16, 32, 64, 128, 256"),
+        (lambda: TileConfig(m=48, n=256, k=128, schedule="swapped"), "tile m=48.*16, 32, 64, 96, 128, 256"),
         (lambda: TileConfig(m=256, k=128, schedule="swapped"), "256 accumulators.*more than 128; choose tile m=128"),
-        (lambda: TileConfig(m=128, k=128, schedule="swapped_single"), "64 acc.*than 32; choose tile m=64.*smaller n"),
+        (lambda: TileConfig(m=128, k=128, schedule="swapped_single"), "64 acc.*than 48; choose tile m=96.*smaller n"),
         (lambda: TileConfig(n=64, k=128, schedule="swapped"), "tile n=64.*128, 256"),
         (lambda: TileConfig(k=128, cluster_m=2, schedule="swapped"), r"cluster \(m, n\)=\(2, 1\)"),
         (
@@ -324,7 +324,7 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
         ),
         (
             lambda: GroupedMmSpec("float16", False, LARGE_W8, operands="mxfp8_weight_only"),
-            "dtype='float16' has not the range.*choose dtype='bfloat16'",
+            "dtype='float16'.*whose range bfloat16 alone has.*choose dtype='bfloat16'",
         ),
         (
             lambda: GroupedGluSpec(save_preact=True, tile=LARGE_W8, operands="mxfp8_exact"),

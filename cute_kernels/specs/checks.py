@@ -32,7 +32,7 @@ def check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool
     check_served(operands, arch)
     if tile.schedule not in ARCHS[arch].schedules:
         raise SpecError(
-            f"schedule={tile.schedule!r} is of another architecture than {arch}; choose one of: "
+            f"schedule={tile.schedule!r} belongs to another architecture than {arch}; choose one of: "
             f"{', '.join(ARCHS[arch].schedules)}"
         )
     formats = OPERANDS[operands]
@@ -59,7 +59,7 @@ def check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool
 def check_decoded(operands: str, dtype: str) -> None:
     if OPERANDS[operands].decodes and dtype != "bfloat16":
         raise SpecError(
-            f"dtype={dtype!r} has not the range of weights with scales, which operands={operands!r} decodes to it; "
+            f"dtype={dtype!r}: operands={operands!r} decodes weights with scales, whose range bfloat16 alone has; "
             "choose dtype='bfloat16'"
         )
 
@@ -70,7 +70,7 @@ def check_decoded_lines(operands: str, tile: TileConfig) -> None:
     This GEMM contracts over the rows of W. Its MMAs read 16-bit numbers, which the kernel decodes to shared memory.
     """
     if not OPERANDS[operands].has_data_gradients:
-        raise SpecError(f"operands={operands!r} is of a forward, whose rows are rounded; choose 'mxfp8_weight_only'")
+        raise SpecError(f"operands={operands!r} has no data gradient, since it rounds rows; choose 'mxfp8_weight_only'")
     if not (tile.by_warps or tile.takes_turns) or (tile.m, tile.n, tile.cluster_size) != (128, 128, 1):
         raise SpecError(
             f"tile {tile.name} does not fit transpose_w with operands={operands!r}; choose 128 x 128, without a cluster"
@@ -90,13 +90,16 @@ def check_wgrad(operands: str, tile: TileConfig, arch: str) -> None:
 
 def check_transposed(transpose_w: bool, operands: str) -> None:
     if transpose_w and OPERANDS[operands].w.element:
-        raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
+        raise SpecError(
+            "transpose_w needs 16-bit weights, since FP8 wgmma reads weights along the contraction; choose "
+            "transpose_w=False"
+        )
 
 
 def check_adapted(spec: Any) -> None:
     """Raise SpecError if a spec is adapted, but its architecture or operands have no kernel with adapters."""
     if spec.adapted and not (ARCHS[spec.arch].adapts and OPERANDS[spec.operands].w.bits == 16):
-        raise SpecError("adapted is of weights of 16 bits on Hopper's own kernels; leave adapted out")
+        raise SpecError("only Hopper's own kernels of 16-bit weights have adapters; choose adapted=False")
 
 
 def check_activation(activation: str, glu_layout: str) -> None:

@@ -48,11 +48,11 @@ class GroupedMmSpec:
         if not OPERANDS[self.operands].decodes:
             check_transposed(self.transpose_w, self.operands)
         if self.in_halves and OPERANDS[self.operands].w.element:
-            raise SpecError(f"in_halves is of weights of 16 bits, and operands={self.operands!r}; leave it out")
+            raise SpecError(f"in_halves needs 16-bit weights, not operands={self.operands!r}; choose in_halves=False")
         if self.in_halves and not self.transpose_w:
-            raise SpecError("in_halves is of a contraction over weights' rows; choose transpose_w=True")
+            raise SpecError("in_halves splits a contraction over the weights' rows; choose transpose_w=True")
         if self.adapted and self.in_halves:
-            raise SpecError("adapted is of one weight; leave out in_halves")
+            raise SpecError("an adapted kernel reads one weight, not two halves; choose in_halves=False")
         check_adapted(self)
 
     @property
@@ -97,7 +97,7 @@ class GroupedGluSpec:
         formats = OPERANDS[self.operands]
         block = formats.act.block * (1 + self.gated)
         if formats.act.scale and self.tile.n % block:
-            raise SpecError(f"tile n={self.tile.n}: a scale of an activation in FP8 is of {block} weight rows")
+            raise SpecError(f"tile n={self.tile.n}: {block} weight rows make the FP8 activations that share a scale")
         if self.save_preact and not formats.trains:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
         check_transposed(self.transpose_w, self.operands)
@@ -222,9 +222,7 @@ class GroupedMlpSpec:
         if self.fc1.transpose_w != self.fc2.transpose_w:
             raise SpecError("fc1 and fc2 of a grouped_mlp are both transposed or neither; give both one transpose_w")
         if self.quantized and (not OPERANDS[self.fc1.operands].has_scaled_rows or self.fc1.save_preact):
-            raise SpecError(
-                "quantized is of a grouped_mlp with operands='mxfp8' or 'fp8_block' and without save_preact"
-            )
+            raise SpecError("quantized needs a grouped_mlp with operands='mxfp8' or 'fp8_block', and save_preact=False")
         reads = next_operands(self.fc1.operands)
         if self.fc2.operands != reads:
             raise SpecError(

@@ -12,6 +12,7 @@ from shared memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -162,7 +163,7 @@ class SwappedEpilogue(Epilogue):
         self.unit = 2.0 ** decoder_of(weights).scales.rest_exponent if self.has_global_scales else 1.0
         self.rows = SwappedRows(tile, parts)
         # If stages hold half a k-tile, slots hold half the rows, too, to make room for one more stage.
-        self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
+        self.chunk_rows = math.gcd(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
         self.chunk_columns = self.rows.chunk_columns
         self.thread_columns = self.rows.thread_columns
 

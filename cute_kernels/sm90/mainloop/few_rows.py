@@ -115,7 +115,7 @@ class BlockScales(WeightScales):
         """Overwrite the accumulators of weight rows with NaN if any of the four threads that share the row had a bad
         scale for it in the tile; then clear `bad`.
         """
-        for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
+        for distance in cutlass.range_constexpr(1, QUAD // 2 + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
         WeightScales.write_nan_rows(self, acc)
 
