@@ -90,6 +90,13 @@ def test_a_function_of_each_family(emulated: EmulatedGpu, spec: Spec) -> None:
     assert validated.try_function(emulated, spec, TINY, most=1).trials == 1
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize(("emulated", "spec"), _of("sm_90a", _chosen("sm_90a")), indirect=["emulated"])
+def test_without_rows_after_the_groups_nothing_unwritten_is_read(emulated: EmulatedGpu, spec: Spec) -> None:
+    """So that initcheck is clean; `test_sanitize.py` shows what is read of such rows."""
+    assert validated.unwritten_by(emulated, spec, TINY._replace(has_tail=False), most=1) == {}
+
+
 # The portable kernels, of one source, as several architectures' -------------------------------------------------------
 
 MOST_TRIALS = 4

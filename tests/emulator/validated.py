@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cute_kernels.specs import Spec
 from glulam.choose import known
+from glulam.host import workspace
 from glulam.host.plans import forget_plans
 from glulam.validate import child
 from glulam.validate.catalogue import trials_of
@@ -21,6 +23,7 @@ from glulam.validate.inputs import Size
 from glulam.validate.trial import Trial
 
 from .emulated_gpu import EmulatedGpu
+from .unwritten import Unwritten
 
 SMALL = Size(
     rows=40,
@@ -70,6 +73,21 @@ def _begun(gpu: EmulatedGpu, spec: Spec, size: Size, most: int | None) -> list[T
         trials = list(islice(trials_of(spec, size), most))
     del gpu.fake.specs[:]
     return trials
+
+
+def unwritten_by(gpu: EmulatedGpu, spec: Spec, size: Size, most: int | None = None) -> Counter[tuple[str, str]]:
+    """Return the bytes that the trials of a function read before anybody wrote them, see `Unwritten.found`."""
+    trials = _begun(gpu, spec, size, most)
+    workspace.forget()
+    gpu.emulator.races = seen = Unwritten()
+    try:
+        with torch.no_grad(), seen.watching():
+            for trial in trials:
+                trial.call(trial.given)
+    finally:
+        gpu.emulator.races = None
+        workspace.forget()
+    return seen.found
 
 
 def try_function(gpu: EmulatedGpu, spec: Spec, size: Size = SMALL, most: int | None = None) -> Tried:

@@ -64,7 +64,7 @@ def _sizes(size: Size, hidden: int) -> list[Sized]:
     """
     each = routings(size)
     small = [(96, 96) if len(routing.sizes) > 100 else (hidden, size.inter) for routing in each]
-    odd = [(ODD, 736, 1504)] if size.has_odd else []
+    odd = [(ODD._replace(tail=size.tail), 736, 1504)] if size.has_odd else []
     return [*((routing, *sizes) for routing, sizes in zip(each, small, strict=True)), *odd]
 
 

@@ -18,16 +18,23 @@ from torch import Tensor
 from cute_kernels.formats import MXFP8
 
 TAIL = 13
-"""Rows after the last group."""
+"""Rows after the last group, in routings that have a tail."""
 UNREACHED = 1e4
 """A limit of clamped activations so large that no preactivation reaches it."""
 
 
 class Routing(NamedTuple):
-    """A distribution of rows over experts: its name, and the number of rows of each expert."""
+    """A distribution of rows over experts.
+
+    Attributes:
+        name: its name.
+        sizes: number of rows of each expert.
+        tail: number of rows after the last group.
+    """
 
     name: str
     sizes: tuple[int, ...]
+    tail: int = TAIL
 
     @property
     def rows(self) -> int:
@@ -53,6 +60,7 @@ class Size(NamedTuple):
         row_width: H of these tokens.
         matrices: shapes of matrices that are quantised.
         streams: for hyper-connections, pairs (dimensions of the tokens, C) of streams [..., n, C].
+        has_tail: False: every row of a grouped GEMM belongs to a group.
     """
 
     rows: int = 300
@@ -69,6 +77,12 @@ class Size(NamedTuple):
     streams: tuple[tuple[tuple[int, ...], int], ...] = (
         ((1, 1), 8), ((3, 5), 8), ((2, 61), 736), ((4, 33), 2056), ((300,), 256),
     )  # fmt: skip
+    has_tail: bool = True
+
+    @property
+    def tail(self) -> int:
+        """Rows after the last group."""
+        return TAIL if self.has_tail else 0
 
 
 FULL = Size()
@@ -117,16 +131,17 @@ def routings(size: Size = FULL) -> tuple[Routing, ...]:
         Routing("last empty", _but(rows, experts, [last])),
         Routing("all empty", (0,) * experts),
         Routing("one row", (*(0,) * last, 1)),
-        Routing("no rows", (0,) * experts),
+        Routing("no rows", (0,) * experts, tail=0),
         Routing("one expert", (rows,)),
         Routing("512 experts", _zipf(rows, 512)),
     )
-    return tuple(routing for routing in every if not size.kinds or routing.name in size.kinds)
+    chosen = (routing for routing in every if not size.kinds or routing.name in size.kinds)
+    return tuple(routing._replace(tail=min(routing.tail, size.tail)) for routing in chosen)
 
 
 def total_rows(routing: Routing) -> int:
-    """Return T, with TAIL rows after the last group; 0 for "no rows", where there is no tail."""
-    return 0 if routing.name == "no rows" else routing.rows + TAIL
+    """Return T, with the rows after the last group."""
+    return routing.rows + routing.tail
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
