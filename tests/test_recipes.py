@@ -251,7 +251,7 @@ class TestHostPath:
         weights = (512, 512, 256), (512, 256, 256)
         for recipe in RECIPES:
             slim = {SLIM_W8: 27} if recipe == "mxfp4_weight_only" else {}
-            limits = {TINY_W8: 12, **slim, SMALL_W8: 54, FITTED_W8: 85, MEDIUM_W8: 128}
+            limits = {TINY_W8: 12, **slim, SMALL_W8: 52, FITTED_W8: 85, MEDIUM_W8: 120}
             decoded = [(1, TINY_W8), *((most, tile) for tile, most in limits.items())]
             above = zip(limits.values(), (*list(limits)[1:], LARGE_W8), strict=True)
             decoded += [(most + 0.5, tile) for most, tile in above]
@@ -272,12 +272,12 @@ class TestHostPath:
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
         told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")
-        assert told.why == f"34 rows over 2 experts are 17 an expert, more than 12 and at most 54: {SMALL_W8.name}"
+        assert told.why == f"34 rows over 2 experts are 17 an expert, more than 12 and at most 52: {SMALL_W8.name}"
         assert told.why_not == (
             f"{TINY_W8.name}: for at most 12 rows an expert",
-            f"{FITTED_W8.name}: for more than 54 and at most 85 rows an expert",
-            f"{MEDIUM_W8.name}: for more than 85 and at most 128 rows an expert",
-            f"{LARGE_W8.name}: for more than 128 rows an expert",
+            f"{FITTED_W8.name}: for more than 52 and at most 85 rows an expert",
+            f"{MEDIUM_W8.name}: for more than 85 and at most 120 rows an expert",
+            f"{LARGE_W8.name}: for more than 120 rows an expert",
         )
 
     def test_out_may_not_be_x(self, fake_gpu: FakeGpu) -> None:

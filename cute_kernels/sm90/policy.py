@@ -41,7 +41,7 @@ from .gemm_policy import gemm_policy as gemm_policy
 
 MEASURED = Path(__file__).with_name("measured.json")
 
-_MANY_ROWS = {SMALL_W8: 54, FITTED_W8: 85, MEDIUM_W8: 128, LARGE_W8: math.inf}
+_MANY_ROWS = {SMALL_W8: 52, FITTED_W8: 85, MEDIUM_W8: 120, LARGE_W8: math.inf}
 _DECODING = {TINY_W8: 12, **_MANY_ROWS}
 _DECODING_4_BITS = {TINY_W8: 12, SLIM_W8: 27, **_MANY_ROWS}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
@@ -55,8 +55,8 @@ for which the tile is chosen.
 
 Weights that are decoded to 16 bits are decoded again for every row tile of an expert. A tile of the next size (TINY_W8
 16 rows, SMALL_W8 64, FITTED_W8 96, MEDIUM_W8 128, LARGE_W8 256) takes 1.14, 1.12, 1.15 and 1.55 times as long. The
-limits are the averages at which the smaller size takes as long as the larger one: random routing then gives 10, 10, 12
-and 50 % of the groups more rows than the smaller tile holds. In MXFP4 a row tile of SLIM_W8 takes 1.03 times as long as
+limits are the averages at which the smaller size takes as long as the larger one: random routing then gives 10, 6, 12
+and 25 % of the groups more rows than the smaller tile holds. In MXFP4 a row tile of SLIM_W8 takes 1.03 times as long as
 one of TINY_W8, and one of SMALL_W8 1.6 to 1.9 times, since the first two have a faster mainloop (mainloop/few_rows.py).
 NVFP4 has MXFP4's limits; generating tokens takes 1.05 to 1.08 times as long with it as with MXFP4
 (docs/decisions/nvfp4-weights.md).

@@ -99,11 +99,12 @@ class DecodingMainloop(WeightsFirst):
     def stage_bytes(self) -> int:
         return (self.tile.n * self.format.bits + self.tile.m * self.dtype.width) * self.stage_k // 8
 
-    def tiled_mma(self) -> cute.TiledMma:
-        """Make the MMA: wgmmas of 64 x tile.m of one warpgroup, A from registers."""
+    def tiled_mma(self, columns: int | None = None) -> cute.TiledMma:
+        """Make the MMA: wgmmas of 64 x `columns` of one warpgroup, A from registers. columns: rows of x; None: all of a
+        tile."""
         k_major = OperandMajorMode.K
         return sm90_utils.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.tile.m),
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, columns or self.tile.m),
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
@@ -171,17 +172,29 @@ class DecodingMainloop(WeightsFirst):
             state.advance()
         return state
 
-    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, list[cute.Tensor]]:
         """Return the shared-memory address of a thread's first share of A (2 bytes or a word) in the first stage, and
-        B of all stages as wgmma descriptors.
+        B of all stages as wgmma descriptors: for each of `column_counts`, its first rows of x.
         """
         thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle, so one address serves all rows of a thread.
         swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.decoder.element.share_bytes
         first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
-        mma = self.tiled_mma()
-        return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+        rows_of_x = []
+        for count in self.column_counts:
+            mma = self.tiled_mma(count)
+            some = cute.local_tile(sB, (count, self.stage_k, self.stages), (0, 0, 0))
+            rows_of_x.append(mma.make_fragment_B(mma.get_slice(0).partition_B(some)))
+        return first, rows_of_x
+
+    @property
+    def column_counts(self) -> tuple[int, ...]:
+        """Numbers of rows of x for which there are MMAs: all of a tile and, where a second loop is worth it, half of
+        them, for tiles that have few. In 8 bits it is worth it from 128 rows on.
+        """
+        is_worth = self.tile.m >= 128 or self.format.bits < 8
+        return (self.tile.m, self.tile.m // 2) if is_worth else (self.tile.m,)
 
     def accumulators(self) -> cute.Tensor:
         """Allocate a thread's accumulators: (registers of a wgmma, slab, 1)."""
@@ -204,11 +217,33 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
+        If the tile has at most half of its rows, only these are multiplied; accumulators of the others are left as they
+        are.
+        """
+        first, rows_of_x = fragments
+        whole, half, m = rows_of_x[0], rows_of_x[-1], self.tile.m
+        if const_expr(len(rows_of_x) == 1):
+            state = self._k_tiles(acc, first, whole, m, scales, tile, stages, state)
+        elif tile.work.group_end - tile.work.row > m // 2:
+            state = self._k_tiles(acc, first, whole, m, scales, tile, stages, state)
+        else:
+            registers = cute.make_layout(((2, 2, m // 16), self.tile.slabs, 1), stride=((1, 2, 4), m // 2, 0))
+            some = cute.make_tensor(acc.iterator, registers)
+            state = self._k_tiles(some, first, half, m // 2, scales, tile, stages, state)
+        scales.write_nan_rows(acc)
+        return state
+
+    @cute.jit
+    def _k_tiles(
+        self, acc: cute.Tensor, first: Int32, tCrB: cute.Tensor, columns: cutlass.Constexpr[int], scales: WeightScales,
+        tile: MmaTile, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+    ):  # fmt: skip
+        """Do `mma`'s work with the first `columns` rows of x.
+
         While the wgmmas of a step (32 elements of k) run, the next step is decoded, even if it belongs to the next
         k-tile. At the end of the loop body no wgmma may be in flight, or the compiler would run all of them one by one.
         """
-        first, tCrB = fragments
-        tiled_mma = self.tiled_mma()
+        tiled_mma = self.tiled_mma(columns)
         shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, STEP_K))
         buffers = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
         steps, stage_steps = self.tile.k // STEP_K, self.stage_k // STEP_K
@@ -250,7 +285,6 @@ class DecodingMainloop(WeightsFirst):
                     self._open(first, following, scales, stages, state)
             warpgroup.wait_group(0)
             stages.consumer_release(last_stage)
-        scales.write_nan_rows(acc)
         return state
 
     @cute.jit
