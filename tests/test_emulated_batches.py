@@ -40,6 +40,8 @@ SIZES = (7, 0, 13)
 """Rows of each expert: of one tile of the smallest, and of every other tile a part."""
 SIZES_OF_WGRAD = (70, 0, 130)
 """Rows of each expert where they are contracted: two and three k-tiles."""
+SIZES_OF_DECODING = (133, 5)
+"""Rows of each expert where weights are decoded: of the largest tile more than half, and of every tile a few."""
 DEPTH, DEPTH_IN_HALVES, DEPTH_IN_BLOCKS = 320, 384, 512
 """Widths of contractions: an odd number of k-tiles for 16-bit weights, in each half for weights in two tensors; else
 whole blocks of 128 in either half."""
@@ -110,9 +112,11 @@ CASES = {
 adapter, whose place in a sum is not declared, is compared from tile to tile."""
 
 
-def results(arch: str, specs: Sequence[Spec], problem: Problem, is_adapter_zero: bool = False) -> list[Tensor]:
-    """Return the results of one call by each function."""
-    found, sizes = [], sizes_of(problem)
+def results(
+    arch: str, specs: Sequence[Spec], problem: Problem, is_adapter_zero: bool = False, sizes: tuple[int, ...] = ()
+) -> list[Tensor]:  # fmt: skip
+    """Return the results of one call by each function. sizes: rows of each expert; (): as `sizes_of` says."""
+    found, sizes = [], sizes or sizes_of(problem)
     with installed(arch) as gpu, torch.no_grad():
         with reference():
             given = batches.laid_out(problem, batches.tensors_of(problem, sizes))
@@ -186,6 +190,23 @@ def test_forms_of_one_order_have_the_same_bits(arch: str, form: Problem) -> None
 
 def _problem(arch: str, op: str, operands: str) -> Problem:
     return next(one for one in CASES[arch] if (one.op, one.operands, one.transpose_w) == (op, operands, False))
+
+
+DECODING = [one for one in CASES["sm_90a"] if one.op == "grouped_mm" and OPERANDS[one.operands].decodes]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("problem", DECODING, ids=_id)
+def test_tiles_with_few_rows_add_in_the_same_order(problem: Problem) -> None:
+    """A tile of decoded weights with at most half of its rows runs a loop of its own."""
+    arch, sizes = "sm_90a", SIZES_OF_DECODING
+    problem = dataclasses.replace(problem, rows=sum(sizes), experts=len(sizes))
+    specs = [spec_on(problem, arch, tile) for tile in sorted(policy_of(arch).tiles(problem), key=lambda tile: -tile.m)]
+    specs = [spec for spec in specs if accumulations_of(spec) == accumulations_of(specs[0])]
+    widest, *others = results(arch, specs, problem, sizes=sizes)
+    _assert_rounded(widest)
+    for spec, one in zip(specs[1:], others, strict=True):
+        assert same_bits(one, widest), f"{spec.name} has other bits than {specs[0].name}"
 
 
 OF_MANY_ROWS, SPLIT, PERMUTED = (

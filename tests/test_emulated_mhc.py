@@ -144,7 +144,7 @@ def test_widths_of_models(width: int) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_float16(arch: str) -> None:
-    check_boundary(given((19,), 136, dtype=F32, streams=F16), arch)
+    check_boundary(given((19,), 136, dtype=F32, streams=F16), arch, check_races=True)
 
 
 def test_a_token_has_the_same_bits_in_every_batch() -> None:

@@ -1,5 +1,5 @@
-"""Models of two protocols, with a search through every order of their events: ranks of the symmetric transport that
-exchange rows, and warp roles of a kernel that hand over tiles.
+"""Models of three protocols, with a search through every order of their events: ranks of the symmetric transport that
+exchange rows, warp roles of a kernel that hand over tiles, and kernels of a call that overlap.
 
 Ranks: each rank has a window, which the others store to: for each source rows X (of dispatches) and Y (of combines),
 ids, and words of 64 bits. `data` and `sums` say that the source's part of an op is here, `enter` that the source is
@@ -18,5 +18,6 @@ combine let a rank dispatch, and `data` let it combine. Where the op before gave
 Files on ranks, in reading order: ops.py (rules, and what a rank's stream does), ranks.py (windows and stores on their
 way), ctas.py (one rank's kernels), search.py. `python -m tests.support.protocol` runs the sizes that
 tests/test_protocol.py has no time for. Files on roles: gemm.py (each protocol of persistent kernels, and ways to break
-it), barriers.py.
+it), barriers.py. Files on kernels that overlap: overlap.py (early launches), calls.py (kernels' steps, and calls
+of all shipped functions).
 """
