@@ -106,6 +106,15 @@ def test_a_launch_that_lets_the_next_one_begin_before_it_waits_leaves_it_the_lau
         chain((WRITE, False), (LET + AWAIT, True), (READ, True))
 
 
+def test_a_wait_ends_older_launches_only_if_the_launch_before_has_waited():
+    for between in (AWAIT + LET, LET + AWAIT):
+        chain((WRITE, False), (between, True), (AWAIT + READ, True))
+    chain((WRITE, False), (LET, False), (AWAIT + READ, True))
+    with pytest.raises(Race, match="launch of kernel before"):
+        chain((WRITE, False), (LET, True), (AWAIT + READ, True))
+    chain((WRITE, False), (LET, True), (READ, False))
+
+
 def test_a_launch_that_follows_another_waits_before_it_touches_what_that_one_writes():
     def follow(code: str, written: list[tuple[int, int]]) -> None:
         races, memory, kernel = Races(), words(), parse(code)

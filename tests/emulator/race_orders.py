@@ -85,6 +85,8 @@ class Orders(Observer):
         self._place_numbers: dict[tuple, int] = {}
         self._kernels = ("", "")  # names of the last two launches' kernels
         self._frees: dict[Any, bool] = {}  # by CTA: had it waited for the launch before when it let the next one begin
+        self._early = self._waited = False  # of the last launch: could it begin early, and has it waited
+        self._ends_older = True  # if the launch before the last has ended, have all older ones
         self.proxied: list[bool] = []  # by an agent's number: is it of the async proxy
         self.forget()
 
@@ -110,7 +112,9 @@ class Orders(Observer):
         """
         _check_registers(machine.kernel)
         self.begin(early)
-        earlier_ended = all(self._frees.values())
+        earlier_ended = all(self._frees.values()) and self._ends_older
+        self._ends_older = not self._early or (self._waited and self._ends_older)
+        self._early, self._waited = early, False
         self._frees.clear()
         self.forget()
         self._kernels = (machine.kernel.name, self._kernels[0])
@@ -234,8 +238,10 @@ class Orders(Observer):
                 if isinstance(each, Warp):
                     each.learn_of_lanes(phases.ended)
         elif thing[0] == "grid":
+            self._waited = True
+            ended = [LAUNCH_BEFORE, LAUNCH_EARLIER] if self._ends_older else [LAUNCH_BEFORE]
             for warp in self.acting(agent):
-                warp.clock[:, [LAUNCH_BEFORE, LAUNCH_EARLIER]] = FOREVER
+                warp.clock[:, ended] = FOREVER
                 warp.learn(self._begun.get(thing[1], (None, None))[1])
                 warp.memo = {}
         elif thing[0] == "copies":

@@ -16,7 +16,8 @@ by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
         accesses that a fence before it covered.
     "cp.async.wait_group", "cp.async.bulk.wait_group" (.read: its reads), "wgmma.wait_group": to the waiting warp.
     "griddepcontrol": a launch that its host function lets begin early knows of the launch before it after .wait, and of
-        older ones if all CTAs of the launch before had waited when they let it begin (.launch_dependents).
+        older ones, too, if that launch was not early or has waited itself. It knows of older ones from its beginning if
+        all CTAs of the launch before had waited when they let it begin (.launch_dependents).
     Ranks (`launch_beside`): launches of a stream are in order; those of others are ordered by words in memory.
     "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx; tcgen05.ld is an
         operation that tcgen05.wait::ld waits for.
