@@ -36,6 +36,8 @@ EXPERTS, WORLD, K, HIDDEN, INTER = 4, 32, 3, 64, 32
 TOKENS = 150
 ROWS, EXPECTED = TOKENS * K, 57
 """Room for 113 rows an expert; of 32 experts' choices 14 are expected, for which every recipe has another tile."""
+MANY_TOKENS = TOKENS * WORLD // EXPERTS
+"""ROWS choices of these tokens are expected."""
 V3 = {"w1": (32, 2 * 2048, 7168), "w2": (32, 7168, 2048)}
 """DeepSeek-V3's experts on one of 8 ranks."""
 
@@ -198,7 +200,7 @@ def test_what_is_launched(layer: Layer, recipe: str, by_rows: FakeGpu) -> None:
             by_rows.specs.clear()
             layer(tokens(TOKENS - 1), choices(TOKENS - 1), world, **options)
             assert not tiles(by_rows.specs)
-            layer(tokens(5 * TOKENS), choices(5 * TOKENS), world, **options)
+            layer(tokens(MANY_TOKENS), choices(MANY_TOKENS), world, **options)
             assert (tiles(by_rows.specs) == found[ROWS]) == (world == WORLD)
         assert results[0].equal(results[1]) and results[0].abs().max() > 0.1
 
