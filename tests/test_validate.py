@@ -180,6 +180,30 @@ def test_new_memory_lies_between_canaries(fake_gpu: FakeGpu) -> None:
     assert CANARY == 0xFF
 
 
+class Doubled(torch.autograd.Function):
+    """Multiplication by 2 whose gradient lies in new memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        made = torch.empty_like(gradient)
+        assert untouched(made)
+        made.copy_(2 * gradient).as_strided((1,), (1,), made.storage_offset() + made.numel()).zero_()
+        return made
+
+
+def test_memory_of_a_backward_lies_between_canaries(fake_gpu: FakeGpu) -> None:
+    makers = torch.empty, torch.empty_like, Tensor.new_empty
+    x = torch.ones(3, requires_grad=True)
+    with Guards() as guards, torch.enable_grad():
+        Doubled.apply(x).backward(torch.ones(3))
+    assert "4 bytes after a result or workspace of 12 bytes" in guards.complaint()
+    assert makers == (torch.empty, torch.empty_like, Tensor.new_empty) and "new_empty" not in vars(Tensor)
+
+
 class TestProcesses:
     def test_what_one_says(self) -> None:
         assert outcome_of("f", processes.passes, ()) == Outcome("f", PASSED, "2 calls", frozenset(("a", "b")))

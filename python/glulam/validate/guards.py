@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..host import device as gpus
 
@@ -15,21 +14,40 @@ CANARY = 0xFF
 """The value of every canary byte: together a NaN in each floating dtype, and -1 as an integer."""
 BESIDE = 4096
 """Canary bytes before and after each tensor; a multiple of every alignment that kernels need."""
-_MAKERS: tuple[Callable[..., Any], ...] = (Tensor.new_empty, torch.empty, torch.empty_like)
+_MAKERS: tuple[tuple[Any, str], ...] = ((Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like"))
 
 
-class Guards(TorchFunctionMode):
-    """Context in which new memory on the GPU is filled with canaries and has canaries on both sides."""
+class Guards:
+    """Context in which new memory on the GPU is filled with canaries and has canaries on both sides.
+
+    In it torch's functions that make such memory are replaced for the whole process: a mode of torch would not see what
+    autograd allocates in a backward.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self._made: list[tuple[Tensor, int]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if function in _MAKERS and isinstance(made, Tensor) and made.device.type == gpus.KERNEL_DEVICE:
-            return self._guarded(made)
-        return made
+    def __enter__(self) -> Guards:
+        for owner, name in _MAKERS:
+            self._replaced.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, self._guarding(getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._replaced:
+            owner, name, own = self._replaced.pop()
+            if own is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+    def _guarding(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def guarding(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            return self._guarded(made) if made.device.type == gpus.KERNEL_DEVICE else made
+
+        return guarding
 
     def _guarded(self, like: Tensor) -> Tensor:
         size = like.numel() * like.element_size()
