@@ -56,7 +56,7 @@ class KernelResources:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What a build refuses unless it is allowed for the spec's name: 'spills', and each C75xx code."""
+        """Complaints: 'spills', and each C75xx code. A build refuses those that the spec's name does not allow."""
         spills = ("spills",) if self.spill_stores or self.spill_loads else ()
         return spills + self.diagnostics
 

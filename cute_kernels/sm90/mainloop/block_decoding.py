@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...device.gmem import vector_at
-from ...device.invariant import Invariant
 from ...epilogue.fragments import TileShare
 from ...memory.block_scales import SCALE_BYTES, BlockGrid, block_grid, grid_row
 from ...memory.weights import GateRows
@@ -22,13 +21,11 @@ from ...schedule.work import WorkTile
 from ..swapped_rows import SwappedRows
 from .base import Operands
 from .decoding import DecodingMainloop
+from .weight_scales import ScalesAhead
 
 
-class BlockScales(Invariant):
+class BlockScales(ScalesAhead):
     """A thread's scales in a k-tile: the bits of one float32 scale for each part of the tile.
-
-    The scales of a k-tile are loaded during the previous k-tile; those of a tile's first k-tile during the last k-tile
-    of the previous tile.
 
     Attributes:
         grid: the scales of all experts in memory.
@@ -57,12 +54,6 @@ class BlockScales(Invariant):
         self.words = cute.make_tensor(self.taken.iterator, by_row)
 
     @cute.jit
-    def begin(self, work: WorkTile):
-        """Start loading the first scales of a tile."""
-        self._aim(work)
-        self._fetch(Int32(0))
-
-    @cute.jit
     def _aim(self, work: WorkTile):
         """Set `begins`, the address of each part's grid row of scales, for a tile.
 
@@ -84,14 +75,6 @@ class BlockScales(Invariant):
         """Make the loaded scales (`next`) the current scales (`taken`), of which `words` is a view by row."""
         for part in range(self.rows.parts):
             self.taken[part] = self.next[part]
-
-    @cute.jit
-    def start_loads(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of k-tile `k_tile`; past the last one, of the first k-tile of tile `next_work`."""
-        if k_tile == self.k_tiles:
-            self._aim(next_work)
-            k_tile = Int32(0)
-        self._fetch(k_tile)
 
     def write_nan_rows(self, acc: cute.Tensor) -> None:
         """Do nothing: a NaN or infinite float32 scale needs no check. With scale bytes, `WeightScales` writes NaN

@@ -218,7 +218,8 @@ class DecodingMainloop(WeightsFirst):
         """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
         If the tile has at most half of its rows, only these are multiplied; accumulators of the others are left as they
-        are.
+        are. A branch may choose the loop, unlike in `base.Mainloop`, since no wgmma is in flight where a loop begins or
+        ends.
         """
         first, rows_of_x = fragments
         whole, half, m = rows_of_x[0], rows_of_x[-1], self.tile.m

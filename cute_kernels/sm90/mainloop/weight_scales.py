@@ -45,11 +45,41 @@ class ScaleGrid(NamedTuple):
     gate: GateRows
 
 
-class WeightScales(Invariant):
-    """Scale bytes of a thread's weight rows, in words of four bytes.
+class ScalesAhead(Invariant):
+    """A thread's scales, loaded a k-tile ahead: during the previous k-tile, and the scales of a tile's first k-tile
+    during the last k-tile of the previous tile.
 
-    The scales of a k-tile are loaded during the previous k-tile; those of a tile's first k-tile during the last k-tile
-    of the previous tile.
+    Attributes:
+        k_tiles: number of k-tiles of a weight row.
+    """
+
+    k_tiles: Int32
+
+    def _aim(self, work: WorkTile) -> None:
+        """Find a tile's scales in memory."""
+        raise NotImplementedError
+
+    def _fetch(self, k_tile: Int32) -> None:
+        """Start loading the scales of a k-tile of the tile that `_aim` has found."""
+        raise NotImplementedError
+
+    @cute.jit
+    def begin(self, work: WorkTile):
+        """Start loading the first scales of a tile."""
+        self._aim(work)
+        self._fetch(Int32(0))
+
+    @cute.jit
+    def start_loads(self, k_tile: Int32, next_work: WorkTile):
+        """Start loading the scales of k-tile `k_tile`; past the last one, of the first k-tile of tile `next_work`."""
+        if k_tile == self.k_tiles:
+            self._aim(next_work)
+            k_tile = Int32(0)
+        self._fetch(k_tile)
+
+
+class WeightScales(ScalesAhead):
+    """Scale bytes of a thread's weight rows, in words of four bytes.
 
     Attributes:
         expert: address of the expert's scales.
@@ -74,12 +104,6 @@ class WeightScales(Invariant):
         self.bad = cute.make_rmem_tensor(1, Int32)
         self.bad.fill(0)
         self.large = cute.make_rmem_tensor(1, Int32)
-
-    @cute.jit
-    def begin(self, work: WorkTile):
-        """Start loading the first scales of a tile."""
-        self._aim(work)
-        self._fetch(Int32(0))
 
     @cute.jit
     def _aim(self, work: WorkTile):
@@ -164,14 +188,6 @@ class WeightScales(Invariant):
             self.bad[0] |= self.decoder.scales.bad(self.words[i], i // self.grid.words)
             if const_expr(self.decoder.scales.first_large is not None):
                 self.large[0] |= self.decoder.scales.large(self.words[i])
-
-    @cute.jit
-    def start_loads(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of k-tile `k_tile`; past the last one, of the first k-tile of tile `next_work`."""
-        if k_tile == self.grid.k_tiles:
-            self._aim(next_work)
-            k_tile = Int32(0)
-        self._fetch(k_tile)
 
     @cute.jit
     def write_nan_rows(self, acc: cute.Tensor):
