@@ -308,7 +308,7 @@ TINY = launches.SMALL._replace(rows=20, experts=3, inter=64, in_blocks=128)
 
 @pytest.mark.parametrize("has_tail", [True, False])
 def test_only_tails_are_read_unwritten(has_tail: bool) -> None:
-    """Where intermediate tensors have rows after the groups, the row quantiser reads them, and TMA's boxes do."""
+    """The row quantiser and TMA's boxes read rows after the groups of intermediate tensors, if there are any."""
     (fold,) = (spec for spec in profiles.shipped_specs("sm_90a", "full") if spec.name == "fold_mxfp8_bf16_row_sm_90a")
     with installed("sm_90a") as gpu:
         found = validated.unwritten_by(gpu, fold, TINY._replace(has_tail=has_tail), most=1)

@@ -9,21 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from torch import Tensor
+
+from glulam.validate.guards import of_new_memory
 
 from .machine import Machine
 from .observer import Observer
-
-_MAKERS = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
 
 
 class Unwritten(Observer):
     """Observer of memory that torch.empty and its like make in the context `watching`.
 
     It takes the place of an emulator's `races`. A byte is unwritten until a kernel writes it, or torch any byte of its
-    tensor. Makers are replaced, since a mode of torch is off in `torch.autograd.grad`.
+    tensor.
 
     Attributes:
         found: numbers of bytes read before anybody wrote them, by the kernel's name and by what read them: a Unit (the
@@ -36,24 +34,16 @@ class Unwritten(Observer):
         self._starts: list[int] = []
         self._made: list[tuple[Tensor, np.ndarray]] = []  # for each start: the tensor, and which bytes are unwritten
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            for owner, name in _MAKERS:
-                patch.setattr(owner, name, self._watched(getattr(owner, name)))
-            yield
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        return of_new_memory(self._watched)
 
-    def _watched(self, make: Any) -> Any:
-        def watched(*given: Any, **options: Any) -> Tensor:
-            made: Tensor = make(*given, **options)
-            if made.device.type == "cpu" and made.numel():
-                storage = made.untyped_storage()
-                at = bisect_right(self._starts, storage.data_ptr())
-                self._starts.insert(at, storage.data_ptr())
-                self._made.insert(at, (made.detach(), np.ones(storage.nbytes(), bool)))
-            return made
-
-        return watched
+    def _watched(self, made: Tensor) -> Tensor:
+        if made.device.type == "cpu" and made.numel():
+            storage = made.untyped_storage()
+            at = bisect_right(self._starts, storage.data_ptr())
+            self._starts.insert(at, storage.data_ptr())
+            self._made.insert(at, (made.detach(), np.ones(storage.nbytes(), bool)))
+        return made
 
     def launch(self, run: Machine, early: bool) -> None:
         """Take the name of a kernel that is about to run."""

@@ -1,4 +1,4 @@
-"""What a watched process launches: its share of a bundle's functions, with small inputs."""
+"""The calls of a watched process: its share of a bundle's functions, with small inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool of compute-sanitizer has found, from the logs of its processes."""
+"""The findings of a tool of compute-sanitizer, from the logs of its processes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,37 +18,43 @@ BESIDE = 4096
 _MAKERS: tuple[tuple[Any, str], ...] = ((Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like"))
 
 
-class Guards:
-    """Context in which new memory on the GPU is filled with canaries and has canaries on both sides.
+@contextlib.contextmanager
+def of_new_memory(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context in which tensors of new, unwritten memory are `change` of what torch makes.
 
-    In it torch's functions that make such memory are replaced for the whole process: a mode of torch would not see what
-    autograd allocates in a backward.
+    Torch's functions are replaced for the whole process: a mode of torch would not see what autograd allocates in a
+    backward.
     """
+
+    def changed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: change(make(*args, **kwargs))
+
+    with contextlib.ExitStack() as undo:
+        for owner, name in _MAKERS:
+            if name in vars(owner):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+            else:  # inherited
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, changed(getattr(owner, name)))
+        yield
+
+
+class Guards:
+    """Context in which new memory on the GPU is filled with canaries and has canaries on both sides."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, int]] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._context = of_new_memory(self._guarded_on_gpu)
 
     def __enter__(self) -> Guards:
-        for owner, name in _MAKERS:
-            self._replaced.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, self._guarding(getattr(owner, name)))
+        self._context.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        while self._replaced:
-            owner, name, own = self._replaced.pop()
-            if own is None:  # inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+    def __exit__(self, *raised: Any) -> None:
+        self._context.__exit__(*raised)
 
-    def _guarding(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def guarding(*args: Any, **kwargs: Any) -> Tensor:
-            made = make(*args, **kwargs)
-            return self._guarded(made) if made.device.type == gpus.KERNEL_DEVICE else made
-
-        return guarding
+    def _guarded_on_gpu(self, made: Tensor) -> Tensor:
+        return self._guarded(made) if made.device.type == gpus.KERNEL_DEVICE else made
 
     def _guarded(self, like: Tensor) -> Tensor:
         size = like.numel() * like.element_size()

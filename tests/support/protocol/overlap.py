@@ -80,8 +80,11 @@ class Kernel(NamedTuple):
 
 
 def kernel(name: str, *ctas: str, early: bool = False) -> Kernel:
-    """Make a kernel. ctas: steps of each kind of CTA, with "|" between those of its roles. There are two CTAs of a
-    single kind without roles."""
+    """Make a kernel.
+
+    ctas: for each kind of CTA the steps of its warp roles, with "|" between roles. A single kind with a single role has
+        two CTAs.
+    """
     made = tuple(tuple(steps_of(role) for role in text.split("|")) for text in ctas)
     return Kernel(name, early, made * (2 if len(made) == 1 and len(made[0]) == 1 else 1))
 
