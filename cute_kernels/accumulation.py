@@ -22,6 +22,8 @@ class Accumulation(NamedTuple):
             at the end these sums are added in order. 1: one sum.
         promoted: number of elements of the contraction after which the sum so far is scaled and added to a float32 sum;
             0: products are not promoted.
+        shares: number of sums that take turns at k-tiles: each has every `shares`-th one. At the end these sums are
+            added in order. 1: one sum.
     """
 
     mma: str
@@ -29,6 +31,7 @@ class Accumulation(NamedTuple):
     places: str = NEIGHBOURS
     parts: int = 1
     promoted: int = 0
+    shares: int = 1
 
     def __str__(self) -> str:
         """Return the order in words, for messages and tables."""
@@ -37,6 +40,8 @@ class Accumulation(NamedTuple):
             words.append(f"elements {self.places}")
         if self.parts > 1:
             words.append(f"{self.parts} parts of each k-tile, added last")
+        if self.shares > 1:
+            words.append(f"{self.shares} sums, which take turns at k-tiles, added last")
         if self.promoted:
             words.append(f"promoted every {self.promoted}")
         return ", ".join(words)

@@ -30,6 +30,8 @@ class Schedule:
         clusters: possible clusters, as CTAs (along m, along n).
         slabs: number of slabs (64 MMA rows) of a tile that one MMA warpgroup multiplies. None: all of them.
         warpgroups: number of MMA warpgroups that have a tile each and take turns; 1: all MMA warpgroups share a tile.
+        splits: number of MMA warpgroups that share the depth of their slabs. Each multiplies every `splits`-th k-tile,
+            and one of them adds the sums.
         swapped: weights are the rows of the MMA, and rows of x its columns.
         reads_decoded: swapped, and the MMA reads weights that other warpgroups have decoded to FP8 in shared memory;
             otherwise warpgroups of a swapped tile decode the weights that they multiply, in registers.
@@ -45,6 +47,7 @@ class Schedule:
     clusters: tuple[tuple[int, int], ...] = CLUSTERS[:1]
     slabs: int | None = None
     warpgroups: int = 1
+    splits: int = 1
     swapped: bool = False
     reads_decoded: bool = False
     by_warps: bool = False
@@ -54,11 +57,14 @@ class Schedule:
 
 # The columns of a swapped tile's wgmma are rows of x.
 _SWAPPED = Schedule(short="swap", heights=(16, 32, 64, 96, 128, 256), widths=(128, 256), slabs=2, swapped=True)
+_SPLIT = dataclasses.replace(_SWAPPED, heights=(16,), widths=(64,), slabs=1)
 SCHEDULES = {
     "cooperative": Schedule(short="coop", clusters=CLUSTERS, slabs=1),
     "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
     "swapped": _SWAPPED,
     "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128), (32, 128))),
+    "swapped_halves": dataclasses.replace(_SPLIT, short="swap2", splits=2, paired=((16, 64),)),
+    "swapped_quarters": dataclasses.replace(_SPLIT, short="swap4", splits=4),
     "swapped_whole": Schedule(short="swapw", heights=(16, 32), widths=(128, 256), swapped=True, reads_decoded=True),
     # A tile is the first 16 rows of a slab, or two slabs.
     "warps": Schedule(short="warps", heights=(16, 128), widths=(128,), by_warps=True),
@@ -99,8 +105,9 @@ class TileConfig:
         pingpong: two warpgroups have a tile each and take turns, so that the epilogue of one runs during the MMAs of
             the other.
         swapped: weights are the rows of the MMA and rows of x its columns, y^T = w x^T. MMA warpgroups share a tile,
-            128 of its n weight rows each. swapped_single: 64 weight rows each. swapped_whole: one MMA warpgroup has
-            all weight rows, which other warpgroups decode to FP8.
+            128 of its n weight rows each. swapped_single: 64 weight rows each. swapped_halves, swapped_quarters: two or
+            four MMA warpgroups have the same 64 weight rows, and every second or fourth k-tile each. swapped_whole: one
+            MMA warpgroup has all weight rows, which other warpgroups decode to FP8.
         warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp. In a tile of 16 rows each
             warp multiplies a quarter of the depth.
         tensor_memory: one warp multiplies every tile into one of two accumulators in tensor memory (Blackwell's
@@ -149,6 +156,16 @@ class TileConfig:
         return self.rules.swapped
 
     @property
+    def splits(self) -> int:
+        """Number of MMA warpgroups that share the depth of the same slabs."""
+        return self.rules.splits
+
+    @property
+    def stage_readers(self) -> int:
+        """Number of MMA warpgroups of a CTA that read each stage of operands."""
+        return self.warpgroups_per_tile // self.splits
+
+    @property
     def mma_rows(self) -> int:
         """Rows of the tile in the MMA: n weight rows if the schedule is swapped, else m rows of x."""
         return self.n if self.swapped else self.m
@@ -161,7 +178,7 @@ class TileConfig:
     @property
     def warpgroups_per_tile(self) -> int:
         """Number of MMA warpgroups that share a tile."""
-        return 1 if self.rules.slabs is None else self.mma_rows // (self.rules.slabs * SLAB_ROWS)
+        return 1 if self.rules.slabs is None else self.mma_rows // (self.rules.slabs * SLAB_ROWS) * self.splits
 
     @property
     def warpgroups(self) -> int:
@@ -175,7 +192,7 @@ class TileConfig:
     @property
     def slabs(self) -> int:
         """Number of slabs (64 MMA rows) of a tile that one warpgroup multiplies."""
-        return math.ceil(self.mma_rows / SLAB_ROWS) // self.warpgroups_per_tile
+        return math.ceil(self.mma_rows / SLAB_ROWS) // self.stage_readers
 
     @property
     def slab_step(self) -> int:

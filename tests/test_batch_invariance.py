@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import glulam
 from cute_kernels.accumulation import Accumulation
 from cute_kernels.arch import policy_of
-from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, TINY_W8
-from cute_kernels.specs import GroupedMmSpec, Spec
+from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, SPLIT_W8, TINY_W8
+from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec
 from cute_kernels.stages import accumulations_of, gemms_of
 from cute_kernels.tiles import TileConfig
 from glulam import contract
@@ -258,9 +258,17 @@ class TestKernels:
             glulam.grouped_mm(X, w, splits=SPLITS)
         assert heights(fake_gpu) == {64}
 
+    def test_eight_bits_of_few_experts_take_the_tile_whose_warpgroups_share_no_depth(self) -> None:
+        for rows in (1, 9, 20, 100, 1000):
+            for problem in contract.problems("grouped_mlp", RECIPES["mxfp8_weight_only"], "sm_90a", rows):
+                free, kept = (choose(changed(problem, invariant=mode), "sm_90a").spec for mode in (False, True))
+                assert isinstance(free, GroupedMlpSpec) and isinstance(kept, GroupedMlpSpec)
+                assert kept == free if free.fc1.tile not in SPLIT_W8 else kept.fc1.tile == kept.fc2.tile == TINY_W8
+                assert (free.fc1.tile in SPLIT_W8) == (rows <= 12 and not problem.save_preact)
+
     def test_kernels_of_one_order_stay(self) -> None:
         """The switch costs nothing where a problem has one order: the same kernel for every number of rows."""
-        for op, recipe in (("grouped_mm", "bf16"), ("grouped_mlp", "mxfp8"), ("grouped_mlp", "mxfp8_weight_only")):
+        for op, recipe in (("grouped_mm", "bf16"), ("grouped_mlp", "mxfp8"), ("grouped_mlp", "mxfp8_exact")):
             for rows in (1, 9, 20, 100, 1000):
                 for problem in contract.problems(op, RECIPES[recipe], "sm_90a", rows):
                     assert choose(problem, "sm_90a").spec == choose(changed(problem, invariant=True), "sm_90a").spec
@@ -268,7 +276,7 @@ class TestKernels:
     def test_a_preferred_kernel_of_another_order_is_left_out(self) -> None:
         problem = next(contract.problems("grouped_mm", RECIPES["mxfp4_weight_only"], "sm_90a", rows=4))
         spec = choose(problem, "sm_90a").spec
-        assert spec.tile == TINY_W8
+        assert spec.tile in SPLIT_W8
         known.forget()
         try:
             known._preferred[known.family_of(spec)], known._loadable[spec] = spec, True
@@ -497,6 +505,8 @@ class TestContract:
         assert {contract.tiled("grouped_mlp", recipe, "sm_90a").verdict for recipe in measured[:3]} == {contract.YES}
         told = contract.tiled("grouped_mm", "mxfp4_weight_only", "sm_90a")
         assert told.verdict == contract.SWITCH and "Up to 27 rows an expert" in told.why
+        told = contract.tiled("grouped_mm", "mxfp8_weight_only", "sm_90a")
+        assert told.verdict == contract.SWITCH and "2 sums" in told.why and "4 sums" in told.why
         assert contract.tiled("grouped_mm", "bf16", "portable").verdict == contract.SWITCH
 
     def test_the_page_has_the_table(self) -> None:

@@ -47,7 +47,8 @@ def _tiles(arch: str, tiles: Sequence[TileConfig], everyday: TileConfig) -> list
     ]
 
 
-DECODING = _tiles("sm_90a", sm90.TILES_W8, sm90.TINY_W8) + _tiles("sm_90", portable.TILES, portable.SMALL)
+DECODING = _tiles("sm_90a", sm90.DECODING_TILES["fp8_block_weight_only"], sm90.TINY_W8)
+DECODING += _tiles("sm_90", portable.TILES, portable.SMALL)
 FP8_TILES = _tiles("sm_90a", (*sm90.TILES8, sm90.SMALL8_FC2), sm90.SMALL8)
 FORMS = {"sm_90a": sm90.glu_form, "sm_90": portable.glu_form}
 

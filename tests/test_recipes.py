@@ -31,14 +31,17 @@ from cute_kernels.architectures import ARCHS
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import (
     FITTED_W8,
+    HALVES_W8,
     LARGE8,
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
+    QUARTERS_W8,
     SLIM8_W4,
     SLIM_W8,
     SMALL8,
     SMALL_W8,
+    SPLIT_W8,
     TINY8_W4,
     TINY_W8,
     second_tile,
@@ -268,7 +271,23 @@ class TestHostPath:
                 assert told.spec.fc2.tile == second_tile(tile)
                 assert told.why.endswith(tile.name)
                 tiles = dict.fromkeys(tile for _, tile in in_fp8.get(recipe, decoded))
-                assert len(told.why_not) == len(tiles) - 1
+                of_few_experts = SPLIT_W8 if recipe.endswith("weight_only") else ()
+                assert len(told.why_not) == len(tiles) + len(of_few_experts) - 1
+
+    @pytest.mark.parametrize("recipe", ["mxfp8_weight_only", "mxfp4_weight_only", "mxfp8_exact"])
+    def test_a_tokens_few_experts_share_the_depth(self, fake_gpu: FakeGpu, recipe: str) -> None:
+        """Tiles by the slabs of 64 weight rows of FC2 that the rows can reach."""
+        few, many = 256, 4096  # columns of FC2: 4 and 64 slabs
+        chosen = [(1, few, QUARTERS_W8), (33, few, QUARTERS_W8), (34, few, HALVES_W8), (700, few, HALVES_W8)]
+        chosen += [(2, many, QUARTERS_W8), (6, many, HALVES_W8), (7, many, TINY_W8), (800, few, SMALL_W8)]
+        for rows, out, tile in chosen:
+            told = glulam.explain("grouped_mlp", (rows, 256), (64, 1024, 256), (64, out, 512), recipe=recipe)
+            if recipe == "mxfp8_exact" and tile in SPLIT_W8:
+                tile = TINY_W8
+            if recipe == "mxfp4_weight_only" and tile is SMALL_W8:
+                tile = SLIM_W8
+            assert isinstance(told.spec, GroupedMlpSpec) and {told.spec.fc1.tile, told.spec.fc2.tile} == {tile}
+            assert told.why.endswith(tile.name)
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
         told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")

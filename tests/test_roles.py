@@ -41,6 +41,9 @@ HOLDS: list[tuple[Build, dict[str, Any]]] = [
     ),
     (gemm.decoding, {}),
     (gemm.decoding, {"slots": 3}),
+    (gemm.shared_depth, {}),
+    (gemm.shared_depth, {"k_tiles": 1}),
+    (gemm.shared_depth, {"splits": 4, "slots": 4, "k_tiles": 6, "tiles": 2}),
     (gemm.accumulators, {}),
     (copies.copies, {}),
     (copies.copies, {"slots": 3, "n": 5}),
@@ -70,6 +73,10 @@ BROKEN: list[tuple[Build, str, dict[str, Any], set[str]]] = [
     (gemm.decoding, "no wait", {}, {READS, WAITS}),
     (gemm.decoding, "turns by tile", {}, {READS}),
     (gemm.decoding, "all stages", {}, {WAITS}),
+    (gemm.shared_depth, "no barrier", {}, {READS}),
+    (gemm.shared_depth, "on the way", {"tiles": 2, "k_tiles": 5}, {READS}),
+    (gemm.shared_depth, "", {"buffers": 1}, {READS}),
+    (gemm.shared_depth, "", {"slots": 3, "k_tiles": 7, "tiles": 1}, {READS}),
     (gemm.accumulators, "freed early", {}, {READS}),
     (gemm.accumulators, "no commit", {}, {READS}),
     (copies.copies, "no wait", {}, {READS}),
@@ -85,7 +92,7 @@ def name_of(value: Any) -> str | None:
 ROLES = (
     gemm.LOADS, gemm.SCHEDULER, gemm.EPILOGUE_LOADS, gemm.GATHER, gemm.SCALES, gemm.MMA, gemm.DECODE, gemm.EPILOGUE,
 )  # fmt: skip
-BARRIER = re.compile(r"(ring|stages|loads|decoded|accumulators) \((tile|full|empty)[^)]*\)|\b(turns)(?:,|$)")
+BARRIER = re.compile(r"(ring|stages|loads|decoded|accumulators) \((tile|full|empty)[^)]*\)|\b(turns|sums)(?:,|$)")
 
 
 def tabled(module: str) -> gemm.Table:

@@ -47,7 +47,7 @@ def test_each_row_is_one_threads_and_its_three_neighbours(tile: TileConfig, part
     rows = SwappedRows(tile, parts)
     had = Counter(
         rows.part(row) * (tile.n // parts) + rows.column(row, warpgroup, thread)
-        for warpgroup, thread, row in product(range(tile.warpgroups), range(THREADS), range(rows.count))
+        for warpgroup, thread, row in product(range(tile.stage_readers), range(THREADS), range(rows.count))
     )
     assert had == dict.fromkeys(range(tile.n), LANES_OF_A_ROW)
 

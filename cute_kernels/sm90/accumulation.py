@@ -21,5 +21,5 @@ def accumulation(spec: GemmSpec) -> Accumulation:
     if formats.has_scaled_rows:
         return Accumulation("wgmma", 32, promoted=spec.tile.k)
     if formats.decodes and spec.tile.swapped and multiplies_by_words(formats.w, spec.tile):
-        return BY_WORDS
-    return IN_16_BITS
+        return BY_WORDS._replace(shares=spec.tile.splits)
+    return IN_16_BITS._replace(shares=spec.tile.splits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..formats import DECODED, OPERANDS
+from ..formats import DECODED, DENSE, OPERANDS, Operands
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
     adapted,
@@ -80,14 +80,28 @@ TILES8_W4 = (LARGE8_W4, SMALL8, SLIM8_W4, TINY8_W4)
 # Fewest rows (TINY_W8): the four warpgroups belong to two CTAs of an SM, so that a token's few experts fill more SMs
 # (eight of Qwen3-30B's experts in MXFP8: 23.6 us instead of 29.1), and one CTA's epilogue hides behind the other's
 # decoding.
+# A token's few experts, whose weights TINY_W8 would spread over few SMs (HALVES_W8, QUARTERS_W8): time is then the
+# latency of one k-tile after the other, so a tile is narrower, and warpgroups take turns at its k-tiles (a token
+# through one of DeepSeek-V3's experts in MXFP8: 27.8 us instead of 49.3).
 LARGE_W8 = TileConfig(m=256, n=128, k=128, schedule="swapped_single")
 MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 FITTED_W8 = TileConfig(m=96, n=256, k=128, schedule="swapped_single")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
 TINY_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
 SLIM_W8 = TileConfig(m=32, n=128, k=128, schedule="swapped_single")
+HALVES_W8 = TileConfig(m=16, n=64, k=128, schedule="swapped_halves")
+QUARTERS_W8 = TileConfig(m=16, n=64, k=128, schedule="swapped_quarters")
 TILES_W8 = (LARGE_W8, MEDIUM_W8, FITTED_W8, SMALL_W8, TINY_W8)
-DECODING_TILES = {operands: (*TILES_W8, SLIM_W8) if OPERANDS[operands].w.bits < 8 else TILES_W8 for operands in DECODED}
+SPLIT_W8 = (QUARTERS_W8, HALVES_W8)
+
+
+def _decoding_tiles(operands: Operands) -> tuple[TileConfig, ...]:
+    slim = (SLIM_W8,) if operands.w.bits < 8 else ()
+    split = SPLIT_W8 if operands.x is DENSE else ()  # "mxfp8_exact" promises one order of sums for any number of rows
+    return (*TILES_W8, *slim, *split)
+
+
+DECODING_TILES = {operands: _decoding_tiles(OPERANDS[operands]) for operands in DECODED}
 """Tiles of 16-bit rows and quantised weights, by key of `formats.OPERANDS`."""
 # Data gradients through quantised weights, which are decoded into shared memory: weights are the MMA's second operand,
 # as 16-bit weights are. No cluster: every CTA decodes its own weights, so that a cluster would share nothing.
@@ -111,7 +125,7 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     **{
         (operands, tile, False): _GATED
         for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block_weight_only")
-        for tile in (MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, TINY_W8)
+        for tile in (MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, TINY_W8, HALVES_W8, QUARTERS_W8)
     },
     ("mxfp8_exact", TINY_W8, False): _EITHER,
 }

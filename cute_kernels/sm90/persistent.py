@@ -10,7 +10,7 @@ by multicast.
     2 and 3              gather rows, if an operand's rows come by index; 0 and 3 if warp 2 loads for the epilogue
                                           ring (tile), stages (empty)       stages (full, 1 a thread)
     4 .. 3 + 4 n         MMA, n warpgroups
-                                          ring (tile), turns,               stages (empty), ring (empty), turns,
+                                          ring (tile), turns, sums,         stages (empty), ring (empty), turns,
                                           stages (full), loads (full)       loads (empty)
                                           decoded (full)                    decoded (empty)
     from 4 + 4 n on      decode weights, if the mainloop has decoding warpgroups, which take turns at k-tiles:
@@ -22,8 +22,9 @@ by multicast.
 
     cooperative   n = tile.m / 64 warpgroups share every tile, 64 rows each.
     pingpong      n = 2 warpgroups take every other tile each; the epilogue of one runs during the MMAs of the other.
-    swapped       weights are the rows of the MMA; warpgroups share every tile, 64 or 128 weight rows each, or one
-                  warpgroup multiplies all weight rows, which other warpgroups decode.
+    swapped       weights are the rows of the MMA; warpgroups share every tile, 64 or 128 weight rows each, or every
+                  second or fourth k-tile each (split_depth.py); or one warpgroup multiplies all weight rows, which
+                  other warpgroups decode.
 
     ring      WorkRing, 4 slots, or 2 if clusters draw tickets. full: 1 arrival (scheduler); empty: 1 a consumer warp.
               Every warp of another role in this table reads every tile, and frees the slot once it has read it.
@@ -35,6 +36,7 @@ by multicast.
               (sm90/epilogue/preact.py), or from the warp that stores (sm90/epilogue/slot_loads.py).
     turns     pingpong only. Named barriers 3 + warpgroup order the warpgroups at the tensor cores; named barriers
               5 + warpgroup order their epilogues, if these share staging slots.
+    sums      named barrier 7, if warpgroups share the depth of a tile: all MMA warpgroups have written their sums.
     slots     a warpgroup's staging slots for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
 
 A tile, from start to end:
@@ -57,7 +59,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils
-from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
@@ -75,6 +77,7 @@ from .epilogue.store import Slots
 from .gemm_policy import gemm_policy
 from .mainloop.base import WARPS_PER_GROUP, Mainloop, Operands
 from .roles import GemmRoles
+from .split_depth import SharedSums, sums_size
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
@@ -214,6 +217,8 @@ class PersistentGemm(GemmRoles):
         if self.decoding_warpgroups:
             fields["narrow"] = aligned[array[Uint8, mainloop.narrow_bytes], 1024]
         fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
+        if sums_size(self.tile):
+            fields["sums"] = aligned[array[Float32, sums_size(self.tile)], 16]
         return fields
 
     def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
@@ -307,7 +312,8 @@ class PersistentGemm(GemmRoles):
         own, shape = staging[None, None, None, 0 if self.shape.slots.shared else index], self.shape.slots
         slots = self.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
         state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
-        self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
+        sums = SharedSums(self.tile, storage.sums.data_ptr(), index) if self.tile.splits > 1 else None
+        self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index, sums)
 
     def _own_smem(self, storage, index: Int32) -> Smem:
         """Return the shared memory of a warpgroup's epilogue besides its staging slots (biases, scales of columns), by

@@ -12,19 +12,22 @@ from pathlib import Path
 
 from ..arch import Gemm, PolicyProblem, Reasons, of_one_kernel, rows_in_words
 from ..formats import DECODED
-from ..tiles import CLUSTERS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
+from ..tiles import CLUSTERS, SLAB_ROWS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
 from .accumulation import accumulation as accumulation
 from .budget import check as check
 from .configs import (
+    DECODING_TILES,
     DGLU8,
     DGRAD_W,
     FITTED_W8,
+    HALVES_W8,
     LARGE,
     LARGE8,
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
+    QUARTERS_W8,
     SLIM8_W4,
     SLIM_W8,
     SMALL8,
@@ -64,6 +67,15 @@ NVFP4 has MXFP4's limits; generating tokens takes 1.05 to 1.08 times as long wit
 FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
 1.29 times as fast (four models, one H100).
 """
+FEW_SLABS = {QUARTERS_W8: 132, HALVES_W8: 396}
+"""Tiles that serve instead of TINY_W8 where few experts can have rows, if they ship (configs.DECODING_TILES).
+
+Each has the greatest number of slabs (64 weight rows) for which it is chosen: slabs of the call's last weight, in all
+experts that can have rows, which are at most as many as the rows.
+
+132: the SMs of an H100 or H200. On an SM, QUARTERS_W8 has four warpgroups for one slab, HALVES_W8 two for each of two
+slabs, TINY_W8 four for four slabs (docs/decisions/decoding-split-depth.md).
+"""
 WIDE_PADDING = 0.9
 """WGRAD_WIDE is chosen if the tiles that cover the weights then have at most this share of the elements that they would
 have with WGRAD.
@@ -95,6 +107,8 @@ def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
     if problem.transpose_w:
         return (DGRAD_W,)
     by_rows = tuple(MOST_ROWS[problem.operands])
+    if problem.operands in DECODED:
+        by_rows = *_split_tiles(problem), *by_rows
     return by_rows[-1:] if problem.save_preact else by_rows
 
 
@@ -112,7 +126,21 @@ def fixed_tile(problem: PolicyProblem) -> TileConfig | None:
 
 def _by_rows(problem: PolicyProblem) -> TileConfig:
     limits = MOST_ROWS[problem.operands].items()
-    return next(tile for tile, most in limits if problem.rows <= most * problem.experts)
+    chosen = next(tile for tile, most in limits if problem.rows <= most * problem.experts)
+    if chosen is not TINY_W8:
+        return chosen
+    return next((tile for tile in _split_tiles(problem) if _slabs(problem) <= FEW_SLABS[tile]), chosen)
+
+
+def _split_tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
+    """Return the tiles of FEW_SLABS that ship for a problem, in ascending order."""
+    return tuple(tile for tile in FEW_SLABS if tile in DECODING_TILES.get(problem.operands, ()))
+
+
+def _slabs(problem: PolicyProblem) -> int:
+    """Return how many slabs the last weights of all experts that can have rows have together."""
+    columns, _ = problem.weights[-1]
+    return min(problem.rows, problem.experts) * math.ceil(columns / SLAB_ROWS)
 
 
 def _covered(problem: PolicyProblem, tile: TileConfig) -> int:
@@ -148,10 +176,19 @@ def _padding_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
 
 def _rows_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
     limits = MOST_ROWS[problem.operands]
-    spans = dict(zip(limits, itertools.starmap(_span, itertools.pairwise((0, *limits.values()))), strict=True))
-    why_not = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
-    why = f"{rows_in_words(problem)}, {spans[tile]}: {tile.name}"
-    return Reasons(why, tuple(why_not))
+    spans = _spans(limits)
+    others = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
+    slabs = _spans({split: FEW_SLABS[split] for split in _split_tiles(problem)})
+    why_not = [f"{other.name}: for {span} slabs of weights" for other, span in slabs.items() if other is not tile]
+    if tile in slabs:
+        few = f"at most {limits[TINY_W8]}, and reach at most {_slabs(problem)} slabs of 64 weight rows, {slabs[tile]}"
+        return Reasons(f"{rows_in_words(problem)}, {few}: {tile.name}", (*why_not, *others))
+    return Reasons(f"{rows_in_words(problem)}, {spans[tile]}: {tile.name}", (*why_not, *others))
+
+
+def _spans(limits: Mapping[TileConfig, float]) -> dict[TileConfig, str]:
+    """Return, for each tile of a table of limits in ascending order, the numbers for which it is chosen, as text."""
+    return dict(zip(limits, itertools.starmap(_span, itertools.pairwise((0, *limits.values()))), strict=True))
 
 
 def _span(above: float, most: float) -> str:

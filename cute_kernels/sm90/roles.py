@@ -8,6 +8,7 @@ from ..epilogue.shape import EpilogueShape, KernelEpilogue
 from ..schedule.work import WorkRing
 from ..tiles import TileConfig
 from .mainloop.base import AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA, Mainloop, MmaTile, Operands
+from .split_depth import SharedSums
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, Turns, share_of
 
 
@@ -91,9 +92,13 @@ class GemmRoles(Invariant):
     @cute.jit
     def _mma_role(
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: WorkRing, index: Int32,
+        stages, ring: WorkRing, index: Int32, sums: SharedSums | None,
     ):  # fmt: skip
-        """Multiply and store tile by tile; run by each MMA warpgroup. index: the warpgroup's index among them.
+        """Multiply and store tile by tile; run by each MMA warpgroup.
+
+        Args:
+            index: the warpgroup's index among the MMA warpgroups.
+            sums: exchange of sums between warpgroups that share the depth of a tile; None: they do not.
 
         `mainloop.looks_ahead` says when the warpgroup reads its next tile from the ring.
         """
@@ -129,7 +134,10 @@ class GemmRoles(Invariant):
                     next_work = ring.get(ring_state)
                     scales.begin(next_work)
                 epilogue_turns.wait()
-                self.epilogue.finish(state, acc, prefetched, stores, work, tile.share)
+                if const_expr(sums is None):
+                    self.epilogue.finish(state, acc, prefetched, stores, work, tile.share)
+                elif sums.collect(acc, turn):
+                    self.epilogue.finish(state, acc, prefetched, stores, work, tile.share)
                 epilogue_turns.pass_on()
             else:
                 stage.advance(num_k_tiles)

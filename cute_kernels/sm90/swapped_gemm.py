@@ -6,7 +6,7 @@ MMA warpgroups decode the weights in registers.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ..epilogue.base import Inputs
 from ..formats import Format
@@ -24,6 +24,7 @@ from .mainloop.block_decoding import BlockDecodingMainloop
 from .mainloop.decoding import DecodingMainloop
 from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
+from .split_depth import sums_size
 
 # Upper limit of the bytes of barriers and the ring's slots. The epilogue's small fields follow, then the first buffer,
 # aligned to ALIGNMENT.
@@ -57,7 +58,9 @@ class SwappedGemm(PersistentGemm):
         stage = (tile.n * self.weights.bits + tile.m * self.dtype.width) * stage_k(tile) // 8
         small = BARRIER_BYTES + self.num_warpgroups * self.shape.smem_bytes
         before_stages = (small + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        return (smem_bytes(tile) - self._cache_bytes - before_stages - slots) // stage
+        exchange = sums_size(tile) * Float32.width // 8
+        count = (smem_bytes(tile) - self._cache_bytes - before_stages - slots - exchange) // stage
+        return count // tile.splits * tile.splits
 
     @property
     def _cache_bytes(self) -> int:

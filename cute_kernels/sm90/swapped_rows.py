@@ -39,6 +39,7 @@ class SwappedRows:
     Attributes:
         count: weight rows of a thread in all.
         parts: 2 for a gated layer (a, u), else 1.
+        splits: number of warpgroups that share the depth of the same weight rows.
         part_n: weight rows of a part in the tile.
         part_count: weight rows of a part that a thread has.
         thread_columns: output columns of a thread in a chunk.
@@ -49,6 +50,7 @@ class SwappedRows:
     def __init__(self, tile: TileConfig, parts: int):
         self.count = ROW_HALVES * tile.slabs
         self.parts = parts
+        self.splits = tile.splits
         self.part_n = tile.n // parts
         self.part_count = self.count // parts
         self.thread_columns = min(ROW_HALVES, self.part_count)

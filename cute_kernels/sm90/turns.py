@@ -64,7 +64,8 @@ class Turns(Invariant):
 
 
 def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
-    """Return a warpgroup's share of the CTA's tile number `turn`: its slabs of 64 rows, or the whole tile if warpgroups
-    take turns.
+    """Return a warpgroup's share of the CTA's tile number `turn`: its slabs of 64 rows, or all slabs if warpgroups take
+    turns or share the depth of a tile.
     """
-    return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)
+    has_all = tile.takes_turns or tile.splits > 1
+    return TileShare(Int32(0) if has_all else warpgroup, turn)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cute_kernels.accumulation import Accumulation
 from cute_kernels.architectures import ARCHS
 from cute_kernels.formats import OPERANDS
 
@@ -131,10 +132,12 @@ def _left_out(problem: Problem, arch: str) -> str:
     others = [tile for tile, own in orders.items() if own != order]
     if not others:
         return ""
-    tiles = ", ".join(f"tile {tile.m} x {tile.n}" for tile in others)
     most = max(rows for rows in range(1, MOST_ROWS + 1) if _leaves_order(problem, arch, rows))
-    differs = next(own for own in orders.values() if own != order)[0]
-    return f"Up to {most} rows an expert on average, {tiles}: {differs}"
+    tiles: dict[Accumulation, list[str]] = {}
+    for tile in others:
+        tiles.setdefault(orders[tile][0], []).append(f"tile {tile.m} x {tile.n}")
+    differ = "; ".join(f"{', '.join(names)}: {own}" for own, names in tiles.items())
+    return f"Up to {most} rows an expert on average, {differ}"
 
 
 def _leaves_order(problem: Problem, arch: str, rows: int) -> bool:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from support import mxfp4, mxfp8, oracle
 from support.launches import groups_of, launch, sm_count
-from support.served import ARCH, DECODING_TILES, glu_form
+from support.served import ARCH, decoding_tiles, glu_form
 from torch import Tensor
 
+from cute_kernels.accumulation import Accumulation
 from cute_kernels.formats import E8M0, OPERANDS, next_operands
 from cute_kernels.shipped import activation_forms
-from cute_kernels.sm90.configs import TINY_W8
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.stages import accumulations_of
 from cute_kernels.tiles import TileConfig
 from glulam.activations import Activation
 from glulam.formats.words import words_of
@@ -31,7 +32,16 @@ OFFS, SPLITS, SPLITS64 = 0, 1, 2
 POWERS_OF_TWO = [name for name in DECODED if OPERANDS[name].w.scale == E8M0]
 """Operands whose weights' scales are; `test_formats.py` tries the others."""
 
-tiles = pytest.mark.parametrize("tile", DECODING_TILES, ids=lambda tile: tile.name)
+
+def name_of(value: Any) -> str:
+    return value.name if isinstance(value, TileConfig) else str(value)
+
+
+mm_tiles = pytest.mark.parametrize("tile", decoding_tiles("mxfp8_weight_only"), ids=name_of)
+exact_tiles = pytest.mark.parametrize("tile", decoding_tiles("mxfp8_exact"), ids=name_of)
+mlps = pytest.mark.parametrize(
+    ("tile", "operands"), [(tile, one) for one in POWERS_OF_TWO for tile in decoding_tiles(one)], ids=name_of
+)
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
@@ -175,7 +185,7 @@ def check_sum(
     assert bool((error <= allowed).all()), f"{float((error / allowed).nan_to_num(math.inf).max()):.3g} times the bound"
 
 
-@tiles
+@mm_tiles
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (1504, 736), (736, 1504), (256, 2048), (96, 4128), (2880, 64)])
 @kinds
 def test_sizes_that_no_tile_divides(tile: TileConfig, n: int, k: int, kind: type[Weight]) -> None:
@@ -183,7 +193,7 @@ def test_sizes_that_no_tile_divides(tile: TileConfig, n: int, k: int, kind: type
     check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
 
 
-@tiles
+@mm_tiles
 @kinds
 def test_scales_far_apart(tile: TileConfig, kind: type[Weight]) -> None:
     """A scale of another row, block or expert is a wrong result by powers of two."""
@@ -191,7 +201,7 @@ def test_scales_far_apart(tile: TileConfig, kind: type[Weight]) -> None:
     check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
 
 
-@tiles
+@mm_tiles
 @pytest.mark.parametrize("k", [32, 288, 1056])
 @kinds
 def test_scales_stay_with_their_tile(tile: TileConfig, k: int, kind: type[Weight]) -> None:
@@ -206,7 +216,7 @@ def test_scales_stay_with_their_tile(tile: TileConfig, k: int, kind: type[Weight
     assert torch.equal(y, wanted)
 
 
-@tiles
+@mm_tiles
 @pytest.mark.parametrize("form", [OFFS, SPLITS, SPLITS64])
 @pytest.mark.parametrize("sizes", [[3], [0, 0, 7], [1] * 70, [300, 0, 0, 2], [16] * 40, [64, 128, 32, 31, 33]])
 @kinds
@@ -221,7 +231,7 @@ def test_routings_with_bias(tile: TileConfig, form: int, sizes: list[int], kind:
     check_sum(plain, x, w, sizes)
 
 
-@tiles
+@mm_tiles
 @kinds
 def test_every_element_and_scale_is_decoded_exactly(tile: TileConfig, kind: type[Weight]) -> None:
     """x is the unit matrix, so that y is w, transposed."""
@@ -235,7 +245,7 @@ def test_every_element_and_scale_is_decoded_exactly(tile: TileConfig, kind: type
         assert torch.equal(y.cpu(), w.exact()[0].T.to(BF16))
 
 
-@tiles
+@mm_tiles
 @kinds
 def test_tiny_scales(tile: TileConfig, kind: type[Weight]) -> None:
     """Under 2^-117 elements become subnormals of bfloat16, and are rounded; those of E2M1 need not be."""
@@ -247,7 +257,7 @@ def test_tiny_scales(tile: TileConfig, kind: type[Weight]) -> None:
     assert bool((y.double().cpu() - w.exact()[0].T).abs().max() <= (2.0**-133 if kind is Weight else 0))
 
 
-@tiles
+@mm_tiles
 @kinds
 def test_nan_reaches_its_column_and_no_other(tile: TileConfig, kind: type[Weight]) -> None:
     sizes, n, k = [40, 20, 33], 300 // 8 * 8, 416
@@ -275,8 +285,7 @@ def row_in_w1(layout: str, column: int, part: int, inter: int) -> int:
     return {"concat": part * inter + column, "interleaved": 2 * column + part, "interleaved32": interleaved32}[layout]
 
 
-@tiles
-@pytest.mark.parametrize("operands", POWERS_OF_TWO)
+@mlps
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "interleaved32"])
 def test_nan_of_either_half_reaches_its_output_and_no_other(tile: TileConfig, operands: str, layout: str) -> None:
     """Rounded to MXFP8, its block of 32."""
@@ -302,14 +311,14 @@ def test_nan_of_either_half_reaches_its_output_and_no_other(tile: TileConfig, op
 
 
 @kinds
-def test_results_repeat_and_do_not_depend_on_the_tile(kind: type[Weight]) -> None:
+def test_results_repeat_and_depend_on_the_order_of_sums_alone(kind: type[Weight]) -> None:
     x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, kind=kind)
-    results: dict[bool, list[Tensor]] = {True: [], False: []}
-    for tile in (*DECODING_TILES, *DECODING_TILES):
-        in_parts = tile.by_warps and tile.m < BLOCK  # of the depth, as TINY_W8 by words: other orders of sums
-        results[in_parts or (kind is Weight4 and tile == TINY_W8)].append(run_mm(tile, x, w, SIZES)[: sum(SIZES)])
-    for first, *others in filter(None, results.values()):
-        assert all(torch.equal(first, other) for other in others)
+    results: dict[Accumulation, list[Tensor]] = {}
+    for tile in 2 * decoding_tiles(kind.operands):
+        (order,) = accumulations_of(GroupedMmSpec("bfloat16", False, tile, ARCH, kind.operands))
+        results.setdefault(order, []).append(run_mm(tile, x, w, SIZES)[: sum(SIZES)])
+    for first, *others in results.values():
+        assert others and all(torch.equal(first, other) for other in others)
 
 
 def check_mid(mid: Tensor, act: Tensor, rounded: bool) -> None:
@@ -329,8 +338,7 @@ def check_mid(mid: Tensor, act: Tensor, rounded: bool) -> None:
     assert bool(((got - wanted).abs() <= act.abs() * 2**-3 + scale * 2**-10)[other].all())
 
 
-@tiles
-@pytest.mark.parametrize("operands", POWERS_OF_TWO)
+@mlps
 @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
 def test_every_activation(tile: TileConfig, operands: str, form: tuple[str, str]) -> None:
     hidden, inter, out, experts = 352, 224, 288, len(SIZES)
@@ -357,8 +365,7 @@ def check_mlp(
     check_sum(y, mid, w2, sizes, extra.get("b2"), extra.get("scale"))
 
 
-@tiles
-@pytest.mark.parametrize("operands", POWERS_OF_TWO)
+@mlps
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "interleaved32"])
 @pytest.mark.parametrize(("hidden", "inter"), [(32, 32), (736, 1504), (1504, 736), (64, 2880)])
 def test_mlps_that_no_tile_divides(tile: TileConfig, operands: str, layout: str, hidden: int, inter: int) -> None:
@@ -368,7 +375,7 @@ def test_mlps_that_no_tile_divides(tile: TileConfig, operands: str, layout: str,
     check_mlp(tile, operands, ("swiglu", layout), x, tuple(weights), SIZES)
 
 
-@tiles
+@exact_tiles
 def test_blocks_of_an_activation_have_scales_of_their_own(tile: TileConfig) -> None:
     hidden, inter = 256, 320
     x, w1 = rows_of_x(SIZES, hidden), random_weight(len(SIZES), inter, hidden)
@@ -382,7 +389,7 @@ def test_blocks_of_an_activation_have_scales_of_their_own(tile: TileConfig) -> N
         check_mid(mid[: sum(SIZES), part].contiguous(), act[: sum(SIZES), part], True)
 
 
-@tiles
+@exact_tiles
 def test_nan_and_infinity_of_an_activation(tile: TileConfig) -> None:
     """A NaN makes its block NaN, an Inf stays one and its neighbours are near zero, as the quantiser has them."""
     hidden = inter = 96

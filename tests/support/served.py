@@ -6,9 +6,14 @@ import os
 
 from cute_kernels.arch import policy_of
 from cute_kernels.portable.configs import TILES as PORTABLE_TILES
-from cute_kernels.sm90.configs import TILES_W8
+from cute_kernels.sm90.configs import DECODING_TILES
+from cute_kernels.tiles import TileConfig
 
 ARCH = os.environ.get("GLULAM_ARCH", "sm_90a")
 IS_PORTABLE = ARCH != "sm_90a"
-DECODING_TILES = PORTABLE_TILES if IS_PORTABLE else TILES_W8
 glu_form = policy_of(ARCH).glu_form
+
+
+def decoding_tiles(operands: str) -> tuple[TileConfig, ...]:
+    """Return the tiles that ship for operands whose weights are decoded to 16 bits. operands: a key of OPERANDS."""
+    return PORTABLE_TILES if IS_PORTABLE else DECODING_TILES[operands]

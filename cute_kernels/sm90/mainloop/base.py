@@ -210,7 +210,7 @@ class Mainloop(Invariant):
         """
         producers = self.producers(gathers)
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
-        consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
+        consumers = peers * self.tile.stage_readers * WARPS_PER_GROUP
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stages,

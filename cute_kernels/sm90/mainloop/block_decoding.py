@@ -18,6 +18,7 @@ from ...epilogue.fragments import TileShare
 from ...memory.block_scales import SCALE_BYTES, BlockGrid, block_grid, grid_row
 from ...memory.weights import GateRows
 from ...schedule.work import WorkTile
+from ..split_depth import KTiles
 from ..swapped_rows import SwappedRows
 from .base import Operands
 from .decoding import DecodingMainloop
@@ -41,7 +42,7 @@ class BlockScales(ScalesAhead):
         self, grid: BlockGrid, gate: GateRows, half: Int32, share: TileShare, rows: SwappedRows, layout: str
     ):  # fmt: skip
         self.grid = grid
-        self.k_tiles = grid.blocks
+        self.k_tiles = KTiles(rows.splits, grid.blocks)
         self.gate = gate
         self.half = half
         self.share = share

@@ -223,7 +223,12 @@ class DecodingMainloop(WeightsFirst):
         """
         first, rows_of_x = fragments
         whole, half, m = rows_of_x[0], rows_of_x[-1], self.tile.m
-        if const_expr(len(rows_of_x) == 1):
+        if const_expr(self.tile.splits > 1):
+            if scales.k_tiles.count == 0:
+                acc.fill(0.0)
+            self._k_tiles(acc, first, whole, m, scales, tile, stages, scales.k_tiles.state(state))
+            state.advance(scales.k_tiles.total)
+        elif const_expr(len(rows_of_x) == 1):
             state = self._k_tiles(acc, first, whole, m, scales, tile, stages, state)
         elif tile.work.group_end - tile.work.row > m // 2:
             state = self._k_tiles(acc, first, whole, m, scales, tile, stages, state)
@@ -248,7 +253,7 @@ class DecodingMainloop(WeightsFirst):
         shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, STEP_K))
         buffers = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
         steps, stage_steps = self.tile.k // STEP_K, self.stage_k // STEP_K
-        num_k_tiles = scales.k_tiles
+        num_k_tiles, splits = scales.k_tiles.count, scales.k_tiles.splits
         if num_k_tiles > 0:
             self._open(first, buffers[0], scales, stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
@@ -256,7 +261,7 @@ class DecodingMainloop(WeightsFirst):
             # the compiler would copy their registers and therefore wait for the loads.
             scales.start_loads(k_tile + 1, tile.next_work)
             first_stage = state.clone()
-            state.advance()
+            state.advance(splits)
             last_stage = first_stage
             if const_expr(steps > stage_steps):
                 last_stage = state.clone()

@@ -66,11 +66,13 @@ class BlockScales(WeightScales):
         """Start loading the first scales of a tile."""
         self._aim(work)
         self.next_block[0] = cute.arch.lane_idx() % QUAD * self.count
+        if self.k_tiles.splits > 1:
+            self.next_block[0] += self.k_tiles.first * (QUAD * self.count)
         self._fetch_next()
 
     def start_next_loads(self) -> None:
-        """Start loading the scales of the next k-tile; after the last k-tile nothing is loaded."""
-        self.next_block[0] += QUAD * self.count
+        """Start loading the scales of the warpgroup's next k-tile; after the last k-tile nothing is loaded."""
+        self.next_block[0] += QUAD * self.count * self.k_tiles.splits
         self._fetch_next()
 
     @cute.jit
@@ -149,7 +151,11 @@ class FewRowsMainloop(DecodingMainloop):
         weights, columns = fragments
         acc.fill(0.0)
         rows = tile.work.group_end - tile.work.row
-        for _ in cutlass.range(scales.grid.k_tiles, unroll=1):
+        k_tiles, after = scales.k_tiles, state
+        if const_expr(k_tiles.splits > 1):
+            after, state = state.clone(), k_tiles.state(state)
+            after.advance(k_tiles.total)
+        for _ in cutlass.range(k_tiles.count, unroll=1):
             scales.take()
             scales.start_next_loads()
             stages.consumer_wait(state)
@@ -165,10 +171,10 @@ class FewRowsMainloop(DecodingMainloop):
                     self._multiply_small(acc, words, first_column, scales, rows)
             cute.arch.sync_warp()
             stages.consumer_release(state)
-            state.advance()
+            state.advance(k_tiles.splits)
         scales.begin(tile.next_work)
         scales.write_nan_rows(acc)
-        return state
+        return after if const_expr(k_tiles.splits > 1) else state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:
         """Read a thread's 32 elements (four words) of each of its weight rows in a k-tile. first: address of the first

@@ -17,6 +17,7 @@ from ...epilogue.fragments import TileShare, registers
 from ...epilogue.sizes import THREADS
 from ...memory.weights import GateRows, row_of
 from ...schedule.work import WorkTile
+from ..split_depth import KTiles
 from ..swapped_rows import ROW_HALVES, SwappedRows
 
 # Scale bytes in a 32-bit word. A row has one or two words of scales for a k-tile.
@@ -50,32 +51,34 @@ class ScalesAhead(Invariant):
     during the last k-tile of the previous tile.
 
     Attributes:
-        k_tiles: number of k-tiles of a weight row.
+        k_tiles: the k-tiles of a weight row that the warpgroup multiplies.
     """
 
-    k_tiles: Int32
+    k_tiles: KTiles
 
     def _aim(self, work: WorkTile) -> None:
         """Find a tile's scales in memory."""
         raise NotImplementedError
 
     def _fetch(self, k_tile: Int32) -> None:
-        """Start loading the scales of a k-tile of the tile that `_aim` has found."""
+        """Start loading the scales of k-tile number `k_tile` of the tile that `_aim` has found."""
         raise NotImplementedError
 
     @cute.jit
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile."""
         self._aim(work)
-        self._fetch(Int32(0))
+        self._fetch(self.k_tiles.number(Int32(0)))
 
     @cute.jit
-    def start_loads(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of k-tile `k_tile`; past the last one, of the first k-tile of tile `next_work`."""
-        if k_tile == self.k_tiles:
+    def start_loads(self, i: Int32, next_work: WorkTile):
+        """Start loading the scales of the warpgroup's i-th k-tile; past the last one, of its first k-tile of tile
+        `next_work`.
+        """
+        if i == self.k_tiles.count:
             self._aim(next_work)
-            k_tile = Int32(0)
-        self._fetch(k_tile)
+            i = Int32(0)
+        self._fetch(self.k_tiles.number(i))
 
 
 class WeightScales(ScalesAhead):
@@ -93,7 +96,7 @@ class WeightScales(ScalesAhead):
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
         self.grid = grid
-        self.k_tiles = grid.k_tiles
+        self.k_tiles = KTiles(rows.splits, grid.k_tiles)
         self.decoder = decoder
         self.rows = rows
         self.layout = layout

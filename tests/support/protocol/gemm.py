@@ -312,6 +312,36 @@ def decoding(tiles: int = 3, k_tiles: int = 3, slots: int = 2, broken: str = "")
     return made
 
 
+def shared_depth(
+    tiles: int = 4, k_tiles: int = 3, slots: int = 2, splits: int = 2, buffers: int = 2, broken: str = ""
+) -> Machine:  # fmt: skip
+    """Model warpgroups that share the depth of every tile and then exchange sums (`sm90/split_depth.py`).
+
+    broken: "no barrier": sums are read before all are written; "on the way": a warpgroup takes the next tile's k-tiles
+    before the others have ended this tile's.
+    """
+    made = Machine()
+    stages = made.pipeline("stages", slots, full=2, empty=1)
+    barrier = made.named("sums", splits)
+    sums = Pipeline(-1, made.cells, buffers, splits)
+    made.cells += buffers * splits
+    loads = made.role(LOADS)
+    for number in range(tiles * k_tiles):
+        bring(loads, stages, number)
+    for rank in range(splits):
+        mma = made.role(MMA)
+        for tile in range(tiles):
+            for number in range(tile * k_tiles + rank, (tile + 1) * k_tiles, splits):
+                consume(mma, stages, number)
+            mma.write(sums, tile, part=rank)
+            is_last = tile == tiles - 1
+            if broken != "no barrier" and (broken != "on the way" or is_last):
+                mma.sync(barrier)
+            if tile % splits == rank and (broken != "on the way" or is_last):
+                mma.use(sums, tile)
+    return made
+
+
 def accumulators(tiles: int = 5, broken: str = "") -> Machine:
     """Model two accumulators in tensor memory, one for each warpgroup that runs epilogues (`sm100/persistent.py`).
 
@@ -348,7 +378,7 @@ Table = dict[str, tuple[set[str], set[str]]]
 def hopper() -> Table:
     """Return the barriers by role of `sm90/persistent.py`, to be compared with the table in its docstring."""
     of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, GATHER, MMA, DECODE))
-    return _table(of_ring, stages(), stages(gathers=GATHER), turns(), loads(), decoding(), decoded())
+    return _table(of_ring, stages(), stages(gathers=GATHER), turns(), shared_depth(), loads(), decoding(), decoded())
 
 
 def blackwell() -> Table:
