@@ -12,10 +12,12 @@ IN_16_BITS = Accumulation("wgmma", 16)
 
 
 def accumulation(spec: GemmSpec) -> Accumulation:
-    """Return the order in which a spec's GEMM adds. Tile widths, clusters and schedules do not change it.
+    """Return the order in which a spec's GEMM adds products.
 
     GEMMs of FP8 rows (mainloop/fp8.py) start the sum of E4M3 products from zero in each k-tile, and add the scaled sum
-    to a float32 accumulator. All other GEMMs keep one accumulator for the whole contraction.
+    to a float32 accumulator. All other GEMMs keep one accumulator for the whole contraction. They use wgmma
+    (IN_16_BITS), or mma.sync (BY_WORDS) if `multiplies_by_words`. Apart from this, tile widths, clusters and schedules
+    do not change the order.
     """
     formats = OPERANDS[spec.operands]
     if formats.has_scaled_rows:

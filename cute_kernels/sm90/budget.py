@@ -54,12 +54,12 @@ BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
 
 
 class DecodingToFp8(NamedTuple):
-    """How a kernel decodes weights to FP8.
+    """Resources of a kernel that decodes weights to FP8 (mainloop/decoded_fp8.py).
 
     Attributes:
         warpgroups: number of decoding warpgroups, at most `slots`.
-        slots: shared-memory slots for decoded k-tiles, at most as many as there are stages.
-        ahead: chunks of 16 bytes of packed weights that a decoding thread reads ahead.
+        slots: number of shared-memory slots for decoded k-tiles, at most the number of stages.
+        ahead: number of 16-byte chunks of packed weights that a decoding thread reads before it decodes the first.
         registers: registers of a thread in each kind of warpgroup.
     """
 
@@ -75,9 +75,10 @@ DECODING_TO_FP8 = {
     64: DecodingToFp8(2, 2, 4, BesideDecoding(72, 216, 112)),
     128: DecodingToFp8(1, 2, 3, BesideDecoding(40, 208, 56)),
 }
-"""For kernels that decode weights to FP8, by rows of the tile.
+"""Resources of kernels that decode weights to FP8, by the tile's number of rows of x (tile.m).
 
-Registers are all that a CTA has: 96 for each of 640 threads (16 rows), or 128 for each of 512.
+The registers of all threads fit into those that a CTA gets at launch: 96 for each of 640 threads (tiles of 16 rows), or
+128 for each of 512 threads (all other tiles).
 """
 
 
@@ -101,8 +102,9 @@ def smem_bytes(tile: TileConfig) -> int:
 
 
 def stage_k(tile: TileConfig) -> int:
-    """Return the depth of a stage in elements of k: tile.k, or half of it for swapped tiles with m > 128, since few
-    whole k-tiles would fit into shared memory.
+    """Return the depth of a stage in elements of k: tile.k, or tile.k / 2 for swapped tiles with m > 128.
+
+    Of such large tiles, too few whole k-tiles would fit into shared memory.
     """
     return tile.k // 2 if tile.swapped and tile.m > 128 else tile.k
 

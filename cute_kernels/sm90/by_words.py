@@ -1,7 +1,6 @@
-"""The rule by which 4-bit weights get the mainloop that decodes whole 32-bit words of eight elements
-(mainloop/few_rows.py).
+"""The rule that says which GEMMs of 4-bit weights use the mainloop for few rows (mainloop/few_rows.py).
 
-Plain Python, because host code needs the rule, too.
+That mainloop decodes whole 32-bit words, eight elements each. Plain Python, because host code needs the rule, too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ FEW_ROWS = 32
 
 
 def multiplies_by_words(weights: Format, tile: TileConfig) -> bool:
-    """Return True if the tile's mainloop is `few_rows.FewRowsMainloop`: weights have less than 8 bits an element, and
-    the tile has at most FEW_ROWS rows of x.
+    """Return True if the GEMM's mainloop is `few_rows.FewRowsMainloop`.
+
+    This is so if weights have less than 8 bits an element, and the tile has at most FEW_ROWS rows of x.
     """
     return weights.bits < 8 and tile.m <= FEW_ROWS

@@ -1,10 +1,15 @@
 """A model of how long a grouped GEMM takes on a tile. It compares tiles for which no times were measured.
 
-Time = launch + the slower of moving the bytes and computing the tiles in rounds of a persistent grid. The host does not
-know group sizes, so two routings stand for all: EVEN, where all experts have the same number of rows, and SKEWED, where
-experts' shares of the rows are drawn from Dirichlet(0.5): an expert's rows are distributed like average * Z^2 with a
-standard normal Z. The constants were fitted to half of the models of perf/results/tiles-h200.csv; tests/test_choice.py
-checks the choices on the other half.
+Time = launch + the slower of two: moving the bytes, and computing the tiles in rounds of a persistent grid.
+
+The host does not know group sizes, so two routings stand for all:
+
+    EVEN      all experts have the same number of rows
+    SKEWED    experts' shares of the rows are drawn from Dirichlet(0.5), so that an expert's rows are distributed like
+              average * Z^2, with Z standard normal
+
+The constants were fitted to half of the models of perf/results/tiles-h200.csv; tests/test_choice.py checks the choices
+on the other half.
 """
 
 from __future__ import annotations
@@ -28,13 +33,14 @@ class Machine:
 
     Attributes:
         sms: streaming multiprocessors.
-        launch_us: microseconds from launch to the first tile, plus those from the last tile to the end.
+        launch_us: microseconds from the launch to the first tile, plus microseconds from the last tile to the end.
         cluster_us: additional launch time in microseconds if CTAs form clusters.
         memory: bytes a microsecond that the whole GPU reads from memory.
         operands: bytes a microsecond that an SM receives while all SMs load.
         flop: FLOP a microsecond of an SM.
         reread: share of the weights that is read again if two clusters need the same weights.
-        sharpness: exponent of the norm that combines memory time and tile time; the larger, the better they overlap.
+        sharpness: exponent p of the norm (memory^p + tiles^p)^(1 / p) that combines memory time and tile time; the
+            larger, the better the two overlap.
     """
 
     sms: int = 132
@@ -70,12 +76,16 @@ def active_share(average: float, routing: str) -> float:
 def row_tiles(average: float, height: int, routing: str) -> float:
     """Return the average number of row tiles of an expert, counting 0 for experts without rows.
 
-    With SKEWED routing an expert has r = average * Z^2 rows (Z standard normal), and the result is the sum of
-    P(r > j height) over j = 0, 1, ..., where the term of j = 0 is `active_share`. If average < height, the terms are
-    added until they fall below RARE. Otherwise the terms from j = 1 on, erfc(sqrt(j s)) with s = height / (2 average),
-    are summed by the Euler-Maclaurin formula: the integral average / height, minus half of the value 1 at j = 0, plus a
-    correction because erfc(sqrt(j s)) falls like 1 - 2 / sqrt(pi) * sqrt(j s) near j = 0. The correction is
-    -zeta(-1/2) * 2 / sqrt(pi) * sqrt(s) = 0.2346 sqrt(s).
+    With SKEWED routing an expert has r = average * Z^2 rows (Z standard normal). The result is the sum of
+    P(r > j height) over j = 0, 1, ...; the term of j = 0 is `active_share`.
+
+    If average < height, the terms are added until they fall below RARE. Otherwise the Euler-Maclaurin formula sums the
+    terms from j = 1 on, which are erfc(sqrt(j s)) with s = height / (2 average):
+
+        integral      average / height
+        value at 0    -1 / 2, half of the value 1 at j = 0
+        correction    -zeta(-1/2) * 2 / sqrt(pi) * sqrt(s) = 0.2346 sqrt(s), because erfc(sqrt(j s)) falls like
+                      1 - 2 / sqrt(pi) * sqrt(j s) near j = 0
 
     Args:
         average: rows of an expert on average.
@@ -119,9 +129,9 @@ def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: M
 def _tile_us(
     gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, busy: float, machine: Machine
 ) -> float:
-    """Return the microseconds of one tile of a CTA.
+    """Return the microseconds of one tile of a CTA: of its MMAs or of its loads, whichever take longer.
 
-    The epilogue costs nothing here, because it hides behind the next tile.
+    The epilogue costs nothing here, because it runs while the next tile is multiplied.
 
     Args:
         average: rows of an expert on average.
@@ -140,8 +150,10 @@ def _tile_us(
 
 
 def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
-    """Return the microseconds of all rounds of tiles. With EVEN routing an incomplete last round counts as a whole
-    round; with SKEWED routing 0.5 is added to the number of rounds, which is a fraction and at least 1.
+    """Return the microseconds of all rounds of tiles. In a round each cluster of the grid computes one tile.
+
+    With EVEN routing the number of rounds is rounded up. With SKEWED routing it is the fraction tiles / clusters plus
+    0.5, but at least 1.
     """
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))
@@ -164,8 +176,9 @@ def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H20
 
 
 def time_us(gemm: Gemm, tile: TileConfig, machine: Machine = H200) -> float:
-    """Return the modelled microseconds of a GEMM on a tile: the geometric mean over both routings; for one expert, the
-    time under even routing.
+    """Return the modelled microseconds of a GEMM on a tile: the geometric mean over both routings.
+
+    With one expert there is only EVEN routing.
     """
     if gemm.experts == 1:
         return routed_us(gemm, tile, EVEN, machine)

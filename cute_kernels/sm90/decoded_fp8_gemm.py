@@ -20,10 +20,11 @@ from .mainloop.swapped_fp8 import SwappedFp8Mainloop
 
 
 class GroupedDecodedFp8Gemm(GroupedGemm):
-    """GEMM of MXFP8 rows of x and MXFP4 weights on a cooperative tile; the subclass GroupedSwappedFp8Gemm takes swapped
+    """GEMM of MXFP8 rows of x and MXFP4 weights on a cooperative tile. Its subclass GroupedSwappedFp8Gemm takes swapped
     tiles.
 
-    Besides its block scales, each weight row has a power-of-two scale, by which the epilogue multiplies the row's sums.
+    Weights have two kinds of scales: of blocks, which decoding applies, and a power of two for each weight row, by
+    which the epilogue multiplies the row's sums.
     """
 
     decoding_mainloop = DecodedFp8Mainloop

@@ -1,7 +1,7 @@
-"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of 16-bit rows of x and quantised weights.
+"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of 16-bit rows of x and quantised weights w[e].
 
-It computes data gradients through quantised weights, so the contraction runs over the rows of w[e]. Two warpgroups of
-the kernel decode the weights to 16 bits.
+It computes data gradients through quantised weights. Its contraction runs over the rows of w[e], whereas the forward's
+runs along them. Two warpgroups of the kernel decode the weights to 16 bits.
 """
 
 import cuda.bindings.driver as cuda
@@ -23,7 +23,10 @@ from .persistent import PersistentGemm
 
 
 class DecodedLinesGemm(PersistentGemm):
-    """GEMM of 16-bit rows of x and quantised weights, contracted over weight rows. weights: format of the weights."""
+    """GEMM of 16-bit rows of x and quantised weights, contracted over weight rows.
+
+    weights: format of the weights.
+    """
 
     decoding_warpgroups = DECODING_WARPGROUPS
 

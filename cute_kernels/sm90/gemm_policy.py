@@ -1,5 +1,7 @@
-"""The order in which Hopper's GEMMs compute their tiles, MMAs that they leave out, and their L2 policy. Plain Python:
-host code uses it, too."""
+"""Compile-time choices of Hopper's GEMMs: the order of their tiles, MMAs that they skip, and their L2 policy.
+
+Plain Python: host code uses it, too.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ MIN_TICKET_DEPTH = 768
 
 
 def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Return True if the kernel marks weights that it reads once as the first to leave L2.
+    """Return True if the kernel loads weights that it reads once with the L2 policy evict-first.
 
-    A 16-bit grouped_dglu does not, because its epilogue loads tensors of its own: marking costs 1 % there, except if
-    groups are small. Kernels of weights that have scales mark only with tiles of at most 64 rows: in MXFP8 the run-time
-    branch costs tiles with more rows 1 %, and tiles with few rows gain 2 to 3 %.
+    16-bit kernels do, except grouped_dglu: its epilogue loads further tensors, and the policy costs 1 % there, except
+    if groups are small. Kernels of weights that have scales do so only with tiles of at most 64 rows: in MXFP8, tiles
+    with few rows gain 2 to 3 %, but the run-time branch costs tiles with more rows 1 %.
     """
     if not OPERANDS[spec.operands].w.scale:
         return not isinstance(spec, DgluSpec)
@@ -31,18 +33,18 @@ def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
 
 
 def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Return True if the kernel leaves out the MMAs of a tile's second 64 rows when the group has no rows there.
+    """Return True if the kernel skips the MMAs of a tile's second 64 rows when the group has no rows there.
 
-    Kernels that contract over weight rows do not: their contractions are longer, and CTAs that fall out of step share
-    less of their operands in L2 (0.92 of the speed on gpt-oss-120b with Dirichlet(0.5) routing).
+    Kernels that contract over weight rows do not skip them. Their contractions are longer, so that CTAs fall out of
+    step and share less of their operands in L2: with skipping, gpt-oss-120b with Dirichlet(0.5) routing reached only
+    0.92 of the speed.
     """
     over_rows = spec.transpose_w != isinstance(spec, DgluSpec)
     return spec.tile.takes_turns and spec.tile.slabs == 2 and not over_rows
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """Return a GEMM kernel's choices at compile time (`gemms.GemmPolicy`): order of tiles, L2 policy, MMAs that it
-    leaves out."""
+    """Return a GEMM kernel's choices at compile time (`gemms.GemmPolicy`): order of tiles, L2 policy, skipped MMAs."""
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):
         return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
     # grouped_dglu loads tensors in its epilogue: it has no registers for a scheduler that walks light and heavy groups,

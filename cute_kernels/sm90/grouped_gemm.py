@@ -1,4 +1,7 @@
-"""The grouped GEMM, ragged in rows: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
+"""Hopper's grouped GEMM: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e.
+
+A group is the rows of one expert; groups may have different numbers of rows.
+"""
 
 from typing import Any, ClassVar
 
@@ -33,10 +36,11 @@ class GroupedGemm(PersistentGemm):
         dtype: element type of x and w.
         epilogue: turns accumulators into results.
         transposed: True: w[e] is stored transposed, so that y[row] = epilogue(x[row] @ w[e]).
-        in_halves: True: each half of x's columns is multiplied by a transposed w of its own; the products are added.
+        in_halves: True: y[row] = epilogue(x[row, :K / 2] @ w[e] + x[row, K / 2 :] @ w_up[e]), with two transposed
+            weights w and w_up.
 
-    If `spec.adapted`, an adapter of rank r is added: the accumulators also get low[row] @ b[e]^T (transposed:
-    low[row] @ b[e]), with low [T, r] and b stored like w.
+    LoRA: if `spec.adapted`, low[row] @ b[e]^T (transposed: low[row] @ b[e]) is added to the accumulators. Here low is
+    [T, r], r is the adapters' rank, and b is stored like w.
     """
 
     epilogue: Epilogue
@@ -62,16 +66,19 @@ class GroupedGemm(PersistentGemm):
         )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> Any:
-        """Host side: make the TMA store through which staging slots write `view`, one of the epilogue's outputs."""
+        """Host side: make the TMA store from staging slots (shared memory) to `view`, a view of one output tensor."""
         return make_store(view, self.shape.slots.rows, self.epilogue.store_columns(view.element_type))
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64) -> Any:
-        """Host side: return the scales that the mainloop multiplies by: an address, or a tuple that holds addresses.
+        """Host side: return where the mainloop finds the scales that it multiplies by: here `x_scale`.
+
+        Subclasses whose mainloop also multiplies by weight scales return a tuple of addresses.
 
         Args:
             x_scale: address of the scales of x; 0: x has none.
-            inputs: the epilogue's inputs, which locate the weights' scales.
-            w_blocks: the address of the weights' block scales, for formats whose weight rows have scales, too.
+            inputs: the epilogue's inputs; `inputs.w_scale` is the address of the weights' scales.
+            w_blocks: the address of the weights' block scales, if weights have two kinds of scales: one for each block
+                and one for each weight row. Otherwise empty.
         """
         return x_scale
 
@@ -99,11 +106,11 @@ class GroupedGemm(PersistentGemm):
             num_sms: number of SMs to use.
             position: how many kernels of the same call come before this one (PersistentGemm.start).
             x_scale: address of the scales of x; 0: x has none.
-            w_up: address of the tensor of the weights' second half u, if the halves are two tensors; 0 or None: w has
-                both halves.
+            w_up: address of a second weight tensor like w: the linear half u of a gated layer or, with `in_halves`, the
+                weights of the second half of x's columns. 0 or None: w has all weights.
             low: with LoRA adapters, the tensors (low, b), whose product is added (see the class); None: no adapters.
-            w_blocks: address of the weights' block scales, if weight rows have scales, too; None: weight rows have
-                none.
+            w_blocks: address of the weights' block scales, if weights have a scale for each block and another for each
+                weight row; None: weights have at most one kind of scales.
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
@@ -123,8 +130,10 @@ class GroupedGemm(PersistentGemm):
 
 
 class GroupedFp8Gemm(GroupedGemm):
-    """GEMM of MXFP8 rows of x and E4M3 weights, whose scales are folded to one for each weight row, on a cooperative
-    tile."""
+    """GEMM of MXFP8 rows of x and E4M3 weights with one scale for each weight row, on a cooperative tile.
+
+    The weights' block scales were folded into the row scales beforehand (quantize/fold_mxfp8.py).
+    """
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)

@@ -1,8 +1,9 @@
-"""The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e.
+"""Hopper's weight gradient: dw[e] = dy_e^T @ x_e, contracted over the rows of group e.
 
-One CTA computes each element of dw in one pass, so the result is deterministic. If a group accumulates, either the
-kernel loads dw's previous values and adds them, or the TMA store adds in memory. Either way each element gets one
-addition, so the order is fixed. An empty group adds nothing, or overwrites dw[e] with zeros.
+One CTA computes each element of dw in one pass, so the result is deterministic. A group overwrites dw[e] or adds to it.
+If it adds, either the kernel loads dw's previous values and adds them in registers, or the TMA store adds in memory.
+Either way each element gets one addition, so the order is fixed. An empty group that adds leaves dw[e] as it was; an
+empty group that overwrites stores zeros.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LOADING_ROWS_PER_BYTE = 192
 
 
 class GroupedWgrad(PersistentGemm):
-    """Kernel that contracts dy [T, N] and x [T, K] of `dtype`, over the rows of each group, into dw [E, N, K] of
+    """Kernel of dw[e] = dy_e^T @ x_e over the rows of each group: dy [T, N] and x [T, K] of `dtype`, dw [E, N, K] of
     `out_dtype`.
     """
 
@@ -90,9 +91,11 @@ class GroupedWgrad(PersistentGemm):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel with the mainloop's inputs `operands`, which have `num_rows` rows in all.
+        """Launch the kernel with `operands`, the mainloop's inputs. `launch` describes the other arguments.
 
-        Of dy and x only the numbers of columns (N and K) are used; `launch` describes the remaining arguments.
+        Args:
+            num_rows: number of rows of all groups together.
+            dy, x: only their numbers of columns, N and K, are used.
         """
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (self.store_rows, self.epilogue.cols)
