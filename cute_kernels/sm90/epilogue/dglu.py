@@ -22,8 +22,9 @@ from .preact import MatrixPair, PreactRing, make_loads
 class DgluEpilogue(dglu.DgluEpilogue):
     """Epilogue of grouped_dglu in which all warpgroups of a CTA share the staging slots.
 
-    A chunk (64 x 64 outputs) takes the slots that its number determines (preact.py). ring_type: class of the ring
-    through which these slots are filled and freed.
+    A chunk (64 x 64 outputs) takes the slots that follow from its number (preact.PreactRing).
+
+    ring_type: class of the ring through which these slots are filled and freed.
     """
 
     ring_type: type[PreactRing] = PreactRing

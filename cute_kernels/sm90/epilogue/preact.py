@@ -39,12 +39,16 @@ def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
 
 
 class PreactRing(Invariant):
-    """Ring of staging slots for a CTA's chunks of 64 x 64 outputs, which are numbered in the order of work.
+    """Ring of staging slots through which a CTA's chunks (64 x 64 outputs each) pass.
 
-    Each chunk has slots for its preactivations (a pair, or one slot if there is no gate) and one slot for act. They are
-    a pipeline of PAIRS stages. A stage is full when the bytes of a chunk's preactivations, which the epilogue load warp
-    loads, have arrived. It is empty after 1 arrival, of the warp that stored the chunk, once its stores have read the
-    slots. That warp stores act, too, so when a chunk's pair is full, its act slot is free.
+    Chunks are numbered over all tiles of the CTA, in the order in which they are computed. Each chunk has slots for its
+    preactivations (a pair; one slot without a gate) and one slot for act. The ring is a pipeline of PAIRS stages, one
+    for each chunk in it:
+
+        full     the bytes of the chunk's preactivations, which the epilogue load warp loads
+        empty    1 arrival: the warp that stored the chunk, once its stores have read the slots
+
+    The same warp also stores act. So when a chunk's preactivations have been loaded, its act slot is free, too.
     """
 
     def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, layout: PreactLayout):
@@ -64,8 +68,9 @@ class PreactRing(Invariant):
         return number & (PAIRS - 1)
 
     def slot(self, number: Int32, slot: int) -> Int32:
-        """Return the index of the staging slot that is slot 0 or 1 (`slot`) of chunk `number`'s pair for
-        preactivations."""
+        """Return the index, among all staging slots, of slot `slot` (0 or 1) of the pair for chunk `number`'s
+        preactivations.
+        """
         return PAIRS + self.act_slot(number) * self.layout.slots + slot
 
     def _state(self, number: Int32, is_producer: bool) -> pipeline.PipelineState:

@@ -1,8 +1,8 @@
 """Epilogue of a fused FC1 in MXFP8: stores the activation as E4M3 with a scale for each block of a row, for FC2.
 
-The activation is quantised from float32, by the rules of docs/mxfp8.md. A tile holds whole blocks (columns of a row
-that share a scale). The four lanes of a quad hold a row's block in registers, a quarter each; each lane has elements of
-two rows.
+The activation is quantised from float32, by the rules of docs/mxfp8.md. A block is the columns of a row that share a
+scale, and a tile holds whole blocks. In registers, four neighbouring lanes hold a block, a quarter each; each lane has
+elements of two rows.
 """
 
 from __future__ import annotations
@@ -136,8 +136,10 @@ class QuantizingEpilogue(ActivationEpilogue):
 def store_scale(
     act: cutlass.Constexpr[Format], scales: Int64, pitch: Int32, exponent: Int32, row: Int32, column: Int32
 ):  # fmt: skip
-    """Store a block's scale, in as many equal copies as the format has (`Format.copies`, 1 or 4): by one store if a
-    row's number of scales keeps the copies aligned, else byte by byte.
+    """Store a block's scale, in as many equal copies as the format has (`Format.copies`, 1 or 4).
+
+    Four copies take one 32-bit store if `pitch` is a multiple of 4, since they are then aligned; otherwise they take
+    byte stores.
 
     Args:
         act: the format of the result.

@@ -1,6 +1,6 @@
-"""TMA loads, into a warpgroup's staging slots, of values that are added to its accumulators.
+"""TMA loads of dw's previous values into a warpgroup's staging slots, for weight gradients that add to dw.
 
-An element's loaded value and its sum have the same place in a slot, so a warpgroup reads the slot, adds its
+An element's previous value and its sum have the same place in a slot. So a warpgroup reads a slot, adds its
 accumulators and overwrites the slot with the sums.
 """
 
@@ -20,16 +20,21 @@ from .store import Slots
 
 
 class TileLoads(NamedTuple):
-    """A TMA load of one slot: the copy, and the coordinates (n, k, lo, hi) of dw, from which it loads."""
+    """A TMA load from dw into one slot.
+
+    Attributes:
+        atom: the TMA copy.
+        tensor: dw's coordinates (n, k, lo, hi), where (lo, hi) is the expert (memory/weights.py).
+    """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
 class SlotBarriers(Invariant):
-    """Full barriers of a CTA's staging slots, one for each slot of every warpgroup.
+    """Full barriers (mbarriers) of a CTA's staging slots, one for each slot of every warpgroup.
 
-    A slot is full once the storing warp, which starts the load, has arrived and TMA has written the slot's bytes.
+    A slot is full after 1 arrival, of the storing warp when it starts the load, and the slot's bytes from TMA.
     """
 
     def __init__(self, barriers: cute.Pointer, num_warpgroups: int):
@@ -46,8 +51,11 @@ class SlotBarriers(Invariant):
 
 
 class SlotLoads(Invariant):
-    """Loads into one warpgroup's slots. The loads of each slot are numbered from 0; the warpgroup must wait for every
-    load, since `wait` tells only odd from even numbers."""
+    """Loads into one warpgroup's slots.
+
+    The loads of each slot are numbered from 0. The warpgroup must wait for every load: an mbarrier's phase has one bit,
+    so `wait` tells only odd from even numbers.
+    """
 
     def __init__(self, barriers: SlotBarriers, slots: Slots):
         self.full = barriers.full + slots.warpgroup_index * SLOTS
@@ -71,9 +79,7 @@ class SlotLoads(Invariant):
 
     @cute.jit
     def add(self, values: cute.Tensor, slot: cutlass.Constexpr[int], adds: Boolean):
-        """Add a loaded slot to `values`, the accumulators of its elements, if `adds`; else leave `values` as they
-        are.
-        """
+        """If `adds`, add the loaded values of a slot to `values`, the thread's accumulators of the same elements."""
         dtype = self.slots.dtype
         loaded = cute.make_rmem_tensor(cute.size(values), dtype)
         if const_expr(dtype.width == 16):

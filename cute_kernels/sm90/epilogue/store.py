@@ -1,7 +1,8 @@
 """Stores of tiles: staging slots in shared memory, and the TMA stores that empty them.
 
-Each MMA warpgroup owns 64 rows of a tile and works alone: it converts 128 bytes of columns at a time, writes them into
-one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle), and one warp starts a TMA store of the slot.
+Each MMA warpgroup stores its rows of a tile by itself, 64 rows at a time. It converts a chunk, at most 128 bytes of
+columns of these rows, and writes it into one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle).
+Then one warp starts a TMA store of the slot.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
 class Slots(slots.Slots):
     """A warpgroup's staging slots for TMA stores.
 
-    Its users fill a slot from registers, store it, and reuse it once the store has read it.
+    An epilogue fills a slot from registers, starts its store, and fills it again once the store has read the slot.
 
     Args:
         smem: the slots' shared memory, (row, column, slot).

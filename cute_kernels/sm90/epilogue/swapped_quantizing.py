@@ -1,6 +1,7 @@
 """Epilogue of a fused FC1 in MXFP8 on a swapped tile: `quantizing.QuantizingEpilogue` for transposed accumulators.
 
-The four warps of the MMA warpgroup hold the elements of a block, and lanes four apart hold elements of the same rows.
+A block (128 columns of a row that share a scale) is spread over the four warps of the MMA warpgroup. Within a warp,
+lanes with equal lane % 4 hold elements of the same rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .swapped import MATRIX, WARPS, RowSmem, SwappedActivationEpilogue, SwappedS
 class ByteSlots(SwappedSlots):
     """Staging slots of E4M3 elements, in rows of 128 bytes, which threads write byte by byte.
 
-    stmatrix transposes only 16-bit elements. The writes are few, since a row tile has few rows.
+    The accumulators must be transposed, and stmatrix transposes only 16-bit elements. There are few bytes to write,
+    since a swapped tile has few rows of x.
     """
 
     def _partition(self) -> None:
@@ -39,7 +41,10 @@ class ByteSlots(SwappedSlots):
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Wait for a free slot, then write a chunk of registers, for each 8 output rows [4 columns, 2 rows]."""
+        """Wait until the slot is free, then convert a chunk of registers to E4M3 and write it into the slot.
+
+        values: for each 8 output rows, the thread's elements [4 columns, 2 rows].
+        """
         converted = narrowed(values, self.dtype)
         bytes_ = cute.recast_tensor(converted, Uint8)
         self.acquire()
@@ -91,7 +96,12 @@ class SwappedQuantizingEpilogue(SwappedActivationEpilogue):
     def _round(
         self, state: SwappedQuantizingState, values: cute.Tensor, work: WorkTile, row: Int32, first_column: Int32
     ):  # fmt: skip
-        """Scale results into E4M3's range, in place, and store the scale of each row."""
+        """Scale a chunk's results into E4M3's range, in place, and store one scale for each row.
+
+        Args:
+            values: the thread's float32 results of the chunk, which has the columns of one block.
+            row, first_column: where the chunk begins in the output.
+        """
         exponents = self._scale(state, values)
         for i in cutlass.range_constexpr(cute.size(exponents)):
             at = row + i // 2 * MATRIX + 2 * (state.lane % 4) + i % 2

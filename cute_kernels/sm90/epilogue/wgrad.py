@@ -1,5 +1,6 @@
-"""Epilogue of a weight gradient. It overwrites dw or adds to it: in memory, by a TMA reduction, or in registers, after
-loading dw's previous values.
+"""Epilogue of a weight gradient. It overwrites dw or adds to it.
+
+It adds in memory, by a TMA reduction, or in registers, after loading dw's previous values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class WgradInputs(NamedTuple):
     """Inputs of the epilogue.
 
     Attributes:
-        address: offsets of dw's experts in memory.
+        address: where each expert's dw lies in memory.
         mask: address of bool [E]: group e adds to dw[e] if mask[e] is true. 0: `accumulate` decides.
         accumulate: without a mask, all groups add to dw if this is not 0; else all overwrite dw.
         loads_dw: True: groups that add load dw's previous values and add them in registers. False: TMA adds in memory.
@@ -98,7 +99,10 @@ class WgradEpilogue(KernelEpilogue):
         return WgradState(inputs, slots, barriers, self.loads_type)
 
     def _tiles(self, tensor: cute.Tensor, state: WgradState, work: WorkTile, share: TileShare) -> list[cute.Tensor]:
-        """Return, for each chunk of a warpgroup's share, its tile of `tensor`, a TMA view of dw."""
+        """Return the places in dw of all chunks of a warpgroup's share, slab by slab. A chunk fills one slot.
+
+        tensor: the TMA view of dw; the results are tiles of this view.
+        """
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
         first_row = self._first_row(work, share)
         first_n = work.n_tile * self.chunks_per_slab
@@ -107,7 +111,10 @@ class WgradEpilogue(KernelEpilogue):
         return [self._tile(tensor[None, None, lo, hi], *place) for place in places]
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
-        """Return the first row of a warpgroup's share, in the unit that `_tile` takes: here slabs of 64 rows."""
+        """Return where a warpgroup's share of dw begins, as a number of slabs (64 rows of dw).
+
+        A subclass may count in another unit, as long as its `_tile` takes the same unit.
+        """
         return work.m_tile * (self.tile.m // ROWS) + share.first_slab
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
@@ -115,7 +122,7 @@ class WgradEpilogue(KernelEpilogue):
 
         Args:
             dw: an expert's dw.
-            first_row: first row of the warpgroup's share, as `_first_row` returns it.
+            first_row: the result of `_first_row`.
             slab: the chunk's slab in the share.
             column: the chunk's index along dw's columns.
         """
@@ -123,8 +130,10 @@ class WgradEpilogue(KernelEpilogue):
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Return True if this tile adds to dw, False if it overwrites dw. If `loads_dw`, also start to load dw's
-        previous values of the first SLOTS chunks."""
+        """Return True if this tile adds to dw, False if it overwrites dw.
+
+        If `inputs.loads_dw`, also start loading dw's previous values of the first SLOTS chunks.
+        """
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
@@ -162,9 +171,12 @@ class WgradEpilogue(KernelEpilogue):
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Store each chunk of dw from the slot into which its previous values were loaded.
+        """Finish a tile whose previous values of dw are loaded into the slots.
 
-        adds: True: first add the previous values to the accumulators; False: overwrite them.
+        For each chunk: wait until its previous values are in the chunk's slot, write the new values into the same slot,
+        and store the slot.
+
+        adds: True: the new values are previous values plus accumulators; False: the accumulators alone.
         """
         tiles_before = share.turn // PINGPONG_WARPGROUPS if const_expr(self.tile.takes_turns) else share.turn
         targets = self._tiles(stores.tensor, state, work, share)

@@ -1,1 +1,1 @@
-"""Functions that trace the launches of Hopper's GEMMs, one module for each kind of spec."""
+"""Hopper's GEMMs to compile, one module for each operator and operand format. Each module's `trace` takes a spec."""

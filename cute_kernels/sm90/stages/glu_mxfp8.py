@@ -1,6 +1,6 @@
 """act = grouped_glu(x, w) with x in MXFP8, with or without storing the preactivation. act is in MXFP8.
 
-w is in E4M3, with scales folded to one for each row.
+w is in E4M3, with one scale for each weight row, into which block scales were folded (quantize/fold_mxfp8.py).
 """
 
 import cuda.bindings.driver as cuda

@@ -1,6 +1,6 @@
 """y = grouped_mm(x, w) with x in MXFP8 and w in MXFP4, which the kernel decodes to FP8.
 
-Besides its block scales, each weight row has a scale that is a power of two.
+Weights have a scale for each block (w_scale) and, in addition, a power of two for each weight row (w_global_scale).
 """
 
 import cuda.bindings.driver as cuda

@@ -1,6 +1,7 @@
 """y = grouped_mm(x, w) with x in MXFP8 and w in E4M3.
 
-Scales of x are [T, K / 32], four equal ones for each 128 elements. Scales of w, [E, N], are folded to one for each row.
+Scales of x are [T, K / 32]; the four scales of each 128 elements are equal. Scales of w are [E, N], one for each weight
+row, into which block scales were folded (quantize/fold_mxfp8.py).
 """
 
 import cuda.bindings.driver as cuda
