@@ -1,5 +1,6 @@
-"""The mainloop of an adapted GEMM: x w^T + low b^T, where low [T, r] and b belong to an adapter of rank r. The k-tiles
-of the second product follow the first product's.
+"""The mainloop of a GEMM with LoRA adapters of rank r: x w^T + low b^T, with low [T, r].
+
+The k-tiles of the second product follow those of the first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AdaptedMainloop(GemmMainloop):
     """
 
     def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
-        """Return `operands` with the LoRA adapters' pair, low [T, r] and b, appended to `operands.extra`; host code.
+        """Host side: return `operands` with the operands of the second product, low and b, appended to its `extra`.
 
         Args:
             operands: the operands of the first product, x and w.
@@ -45,8 +46,10 @@ class AdaptedMainloop(GemmMainloop):
         return operands._replace(extra=(*operands.extra, Operands(atom_a, a, atom_b, b, (address,), NO_ROWS)))
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Return the number of stages of the first product x w^T alone: the base class's `load_ahead` and `load` handle
-        only that product."""
+        """Return the number of stages of the first product x w^T alone.
+
+        The base class's `load_ahead` and `load` call this method, and they load only the first product.
+        """
         return super().num_k_tiles(operands, work)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

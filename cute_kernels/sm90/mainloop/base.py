@@ -1,6 +1,7 @@
-"""Mainloops: TMA fills a ring of shared-memory stages with A and B tiles, and wgmma warpgroups empty it.
+"""Base classes of mainloops: TMA fills a ring of shared-memory stages with k-tiles of A and B, and wgmma warpgroups
+multiply them.
 
-In a cluster, CTAs that share a tile each load a slice and multicast it.
+If the CTAs of a cluster share an operand's tile, each CTA loads a slice and multicasts it to all of them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ MMA_K = 16
 AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA = "after epilogue", "after MMA", "before MMA"
 """Values of `Mainloop.looks_ahead`, which says when a warpgroup reads its next tile from the scheduler's ring.
 
-If it reads early (before the MMA), it can fetch the next tile's scales during the current tile. If it reads late, it
-needs fewer registers, and waits less for tiles, which are handed out as late as possible (schedule/tickets.py).
+A warpgroup that reads early (before the MMA) can fetch the next tile's scales during the current tile. A warpgroup that
+reads late needs fewer registers. It also waits less, since tickets hand out tiles as late as possible
+(schedule/tickets.py).
 """
 
 
@@ -55,7 +57,7 @@ class MmaTile(NamedTuple):
 
 
 class NoScales(Invariant):
-    """Stand-in for the scales of a mainloop that multiplies by no scales."""
+    """Stand-in for the scales object of a mainloop that multiplies by no scales."""
 
     def begin(self, work: WorkTile) -> None:
         """Do nothing. Classes of scales start here to load the first scales of a tile."""
@@ -98,8 +100,9 @@ class Operands(NamedTuple):
 
 
 class Source(Invariant):
-    """A TMA load of one operand. If the two CTAs of a cluster share the load, each CTA loads half of a tile and
-    multicasts it to both.
+    """A TMA load of one operand.
+
+    If the two CTAs of a cluster share the load, each CTA loads half of a tile and multicasts it to both.
 
     Args:
         atom: the TMA copy.
@@ -115,8 +118,9 @@ class Source(Invariant):
         self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
 
     def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return shared and global memory, partitioned for the load; the first two modes of both tensors are (rows, k)
-        of a tile.
+        """Return the views (target, source) of `smem` and `gmem` that `copy` takes.
+
+        The first two modes of both arguments are (rows, k) of a tile; they become one mode of the views.
         """
         sharers = cute.make_layout(self.sharers)
         return cpasync.tma_partition(
@@ -130,12 +134,12 @@ class Source(Invariant):
 
 
 class Mainloop(Invariant):
-    """Base of mainloops: compile-time sizes, and the two halves `load`, called by the TMA warp, and `mma`, called by an
-    MMA warpgroup.
+    """Base of mainloops. The TMA warp calls `load`, MMA warpgroups call `mma`; the pipeline "stages" connects them.
 
-    Pipeline "stages". Producer: 1 thread of the TMA warp sets the transaction count of a stage's full barrier, and TMA
-    completes it. Consumers: one lane of each MMA warp of each CTA that shares the stage arrives at its empty barrier
-    after its wgmmas have read the stage.
+        barrier of a stage    arrivals
+        full                  1 thread of the TMA warp, which sets the transaction count; TMA completes the bytes
+        empty                 one lane of each MMA warp in each CTA that shares the stage, once the warp's wgmmas have
+                              read the stage
 
     Args:
         dtype: element type of A and B as the MMA reads them.
@@ -226,10 +230,10 @@ class Mainloop(Invariant):
         return select(gathers, Int32(1 + WARP * WARPS), Int32(1))
 
     def after_wait(self) -> None:
-        """Fence between the wait for a full stage and the wgmmas that read it, if rows may come by index.
+        """If rows may come by index, fence between the wait for a full stage and the wgmmas that read it.
 
-        Such rows are copied by cp.async, whose writes belong to the generic proxy and are seen by wgmma only after a
-        fence. If rows lie in order, the fence costs nothing that could be measured.
+        Rows that come by index are copied by cp.async. Its writes belong to the generic proxy, and wgmma sees them only
+        after a fence. If rows lie in order, the fence costs nothing that could be measured.
         """
         if self.gathers:
             cute.arch.fence_view_async_shared()
@@ -248,7 +252,7 @@ class Mainloop(Invariant):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ) -> Int32:  # fmt: skip
-        """Start those loads of the CTA's first tile that do not depend on the previous kernel.
+        """Start the loads of the CTA's first tile that do not depend on the previous kernel, such as weights.
 
         Returns the number of k-tiles whose loads have begun: here 0.
 
@@ -305,29 +309,32 @@ class Mainloop(Invariant):
 
         Args:
             lines: the thread's decoder, from `lines`.
-            slots: shared-memory address of the weights before they are decoded.
+            slots: shared-memory address of the packed weights, before they are decoded.
         """
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return A and B of all stages as wgmma descriptors, for a warpgroup whose share of the tile begins at slab (64
-        rows) number `slab`."""
+        """Return A and B of all stages as wgmma descriptors.
+
+        slab: number of the first slab (64 rows of the tile) that the calling warpgroup multiplies.
+        """
         mma = self.tiled_mma()
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
     def scales(self, operands: Operands, share: TileShare) -> Any:
-        """Make the object that holds a thread's scales for all of its tiles; its `begin` starts loading a tile's first
-        scales.
+        """Make the object that holds a thread's scales; it serves all tiles of the warpgroup.
+
+        Its `begin` starts loading the first scales of a tile.
         """
         return NoScales()
 
     def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
-        """Return the loops over k-tiles that `mma` runs one after the other.
+        """Return the loops over k-tiles that `mma` runs one after the other for a tile.
 
-        Tiles may differ in the slabs or the depth that must be multiplied. With a branch within or around a loop, ptxas
-        would wait for each wgmma. So each case has a loop of its own, and loops of cases that do not apply to a tile
-        run zero times.
+        Tiles may differ in the slabs or the depth that must be multiplied. Each such case has a loop of its own, and
+        loops of cases that do not apply to a tile run zero times. A branch within or around one common loop would make
+        ptxas wait for each wgmma.
         """
         return [Loop(num_k_tiles, self.tile.slabs, self.tile.k)]
 
@@ -398,11 +405,11 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """Mainloop that loads weights into all stages before the previous kernel has ended, since that kernel does not
-    write weights.
+    """Mainloop that loads weights into all stages before the previous kernel has ended.
 
-    If `policy.evicts_weights`, weights that are read once are the first to leave L2, so that operands that are read
-    again stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
+    It may do so because the previous kernel does not write weights. If `policy.evicts_weights`, weights that are read
+    once are the first to leave L2, so that operands that are read again stay there. The data gradient of gpt-oss-120b
+    with 128 rows an expert then reads 4.4 GB of memory instead of 5.0 GB.
     """
 
     policy: GemmPolicy
@@ -412,8 +419,10 @@ class WeightsFirst(Mainloop):
         raise NotImplementedError
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Return the number of stages that a tile fills: one for each k-tile, unless a subclass spreads a k-tile over
-        several stages."""
+        """Return the number of stages that `load` fills for a tile: here one for each k-tile.
+
+        A subclass may spread a k-tile over several stages.
+        """
         return self.num_k_tiles(operands, work)
 
     @cute.jit
@@ -421,7 +430,7 @@ class WeightsFirst(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """Start loading weights into every stage that the first tile uses. Returns the number of these stages."""
+        """Start loading weights into every stage that the first tile uses. Return the number of these stages."""
         count = Int32(0)
         if work.expert >= 0:
             count = cutlass.min(self.num_stages(operands, work), Int32(self.stages))
@@ -443,8 +452,10 @@ class WeightsFirst(Mainloop):
     ):  # fmt: skip
         """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
 
-        with_rows: True: load rows of x, too; False: load weights alone. A branch chooses the L2 policy, because a load
-        with an explicit policy, even with the default one, costs up to 1 %.
+        A branch chooses between loads with and without an L2 policy, because a load with an explicit policy, even the
+        default one, costs up to 1 %.
+
+        with_rows: True: load rows of x, too; False: load weights alone.
         """
         tiles = (operands, sA, sB, stages)
         rest = (work, ahead, count, with_rows)
@@ -462,7 +473,8 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
         policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which already have their weights, as `_load` says. Returns the
-        advanced state. policy: L2 policy of the weights; None: the default.
+        """Fill stages for `_load`, with the same arguments and result.
+
+        policy: L2 policy of the weights' loads; None: the default.
         """
         raise NotImplementedError

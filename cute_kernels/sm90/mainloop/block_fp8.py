@@ -1,9 +1,11 @@
 """The FP8 mainloop with float32 scales: one for 128 elements of a row of x, one for a 128 x 128 block of weights.
 
 It is `Fp8Mainloop`, except that the sum of a k-tile is multiplied by the scale of x's row times the weights' scale. A
-thread multiplies the two scales once for each of its rows and each weight scale, beside 64 multiply-adds for a piece
-(64 rows by 128 columns). In every gate layout 64 columns of a half share a weight scale (memory/block_scales.py), so a
-tile of 256 weight rows has two weight scales in a k-tile, which all its threads load:
+thread multiplies the two scales once for each pair of a row and a weight scale, which is little beside the 64
+multiply-adds of a piece (64 rows by 128 columns).
+
+In every gate layout 64 columns of a half share a weight scale (memory/block_scales.py). So a tile of 256 weight rows
+has two weight scales in a k-tile, which all its threads load:
 
     no gate        a scale for each 128 columns
     concat         one for the activated half, one for the linear half
@@ -34,10 +36,10 @@ HALF_BLOCK = BLOCK // 2
 
 
 class ScaleSources(NamedTuple):
-    """Locations of the float32 scales: of x's rows, one for each 128 columns, and of the weights' 128 x 128 blocks.
+    """Where the float32 scales of x's rows and of the weights' 128 x 128 blocks lie in memory.
 
     Attributes:
-        rows: address of the row scales, float32 [rows, ceil(K / 128)].
+        rows: address of the row scales, float32 [rows, ceil(K / 128)], one for each 128 columns of a row.
         weights: the grid of weight scales.
         gate: order of a gated layer's weight rows.
         half: number of weight rows of each part (each half of a gated layer, else all rows).
@@ -50,15 +52,16 @@ class ScaleSources(NamedTuple):
 
 
 class BlockScales(RowScales):
-    """The scales of a thread's rows, followed by the tile's weight scales. They are loaded and taken like the scales of
-    `RowScales`.
+    """The scales of a thread's rows of x, followed by the weight scales of its tile, as float32 in registers.
+
+    Both kinds are loaded a k-tile ahead, as in `RowScales`.
 
     Attributes:
         count: number of scales of both kinds.
         weights: number of weight scales of a tile.
-        weight_begins: for each weight scale, the address of the grid row that holds it.
-        halves: 2 if the two halves of a piece's columns have different weight scales, as in an interleaved layout; else
-            1.
+        weight_begins: for each weight scale, the address of the grid row (scales of 128 weight rows) that holds it.
+        halves: 2 if the two halves of a piece's columns may have different weight scales, as in an interleaved layout;
+            else 1.
     """
 
     def __init__(
@@ -113,8 +116,9 @@ class BlockScales(RowScales):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile (rows, then weights), whose loads the previous call started, and start loading
-        the scales of the next k-tile.
+        """Return the scales of a k-tile (rows, then weights), and start loading the scales of the next k-tile.
+
+        The previous call (for the first k-tile `begin`) started the loads of the scales that this call returns.
         """
         scales = cute.make_rmem_tensor(self.count, Float32)
         scales.store(self.next.load())
@@ -122,8 +126,8 @@ class BlockScales(RowScales):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the row's scale times the weight scale: the factor of one half of a row of a piece (64 rows by 128
-        columns).
+        """Return the row's scale times the weight scale, by which a k-tile's sums in one half of a row of a piece (64
+        rows by 128 columns) are multiplied.
 
         Args:
             scales: scales that `take` returned.
@@ -142,8 +146,9 @@ class BlockScales(RowScales):
 
 
 class BlockFp8Mainloop(Fp8Mainloop):
-    """`Fp8Mainloop` for float32 scales of rows of x and of weight blocks, which `operands.scales`, a ScaleSources,
-    locates. layout: the weights' gate layout, one of specs.LAYOUT_FORMS.
+    """`Fp8Mainloop` for float32 scales of x's rows and of weight blocks. `operands.scales` is a ScaleSources.
+
+    layout: the weights' gate layout, a key of specs.LAYOUT_FORMS.
     """
 
     def __init__(

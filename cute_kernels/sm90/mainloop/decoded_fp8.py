@@ -2,15 +2,18 @@
 
 Two rings of k-tiles:
 
-    stages    rows of x and packed weights. full: TMA's bytes, and the copies of rows that come by index; empty: 1 an
-              MMA warp, and 1 a warp of the warpgroup that decodes the k-tile.
-    decoded   weights as wgmma reads them. full: 1 a thread of the warpgroup that decodes the k-tile, after a fence
-              that orders its writes, and the copies in the stage that it waited for, before wgmma's reads; empty: 1 an
-              MMA warp.
+    stages    rows of x and packed weights
+        full      TMA's bytes, and the copies of rows that come by index
+        empty     1 arrival of each MMA warp, and 1 of each warp of the warpgroup that decodes the k-tile
+    decoded   weights as wgmma reads them
+        full      1 arrival of each thread of the warpgroup that decodes the k-tile, after a fence
+        empty     1 arrival of each MMA warp
+
+The fence orders the decoding warpgroup's writes, and the copies of rows in the stage for which it waited, before
+wgmma's reads. So MMA warps need no fence of their own, which would wait for their loads of scales.
 
 Decoding warpgroups take turns at k-tiles. For a k-tile of 256 weight rows, each warp scheduler issues 400 instructions
-of a decoding warp, while the MMAs with 64 rows of x take 512 cycles. MMA warps need no fence of their own, which would
-wait for their loads of scales.
+of a decoding warp, while the MMAs with 64 rows of x take 512 cycles.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Scales(NamedTuple):
 class DecodedRing(Invariant):
     """The ring of decoded k-tiles, with a full and an empty barrier for each slot.
 
-    A CTA numbers its k-tiles across tiles; k-tile `number` takes slot number % slots.
+    A CTA numbers its k-tiles over all of its output tiles; k-tile `number` takes slot number % slots.
 
     Args:
         barriers: shared memory of the barriers.
@@ -81,7 +84,7 @@ class DecodedRing(Invariant):
         return number // self.slots % 2
 
     def wait_empty(self, number: Int32) -> None:
-        """Wait until the slot of decoded k-tile `number`, counted across tiles, is free."""
+        """Wait until the slot for k-tile `number` is free; called by the warpgroup that decodes the k-tile."""
         self.pipeline.sync_object_empty.wait(self.slot(number), self._phase(number) ^ 1)
 
     def arrive_full(self, number: Int32) -> None:
@@ -100,11 +103,12 @@ class DecodedRing(Invariant):
 
 
 class DecodedFp8Mainloop(Fp8Mainloop):
-    """Mainloop that multiplies E4M3 rows of x (operand A) by ranges of an expert's E2M1 weight rows (B), which are
-    decoded to E4M3.
+    """Mainloop that multiplies E4M3 rows of x (operand A) by E2M1 weight rows of an expert (B), decoded to E4M3.
 
-    Weights are stored as words of 8 elements. `operands.scales` is a `Scales`. warpgroups: number of decoding
-    warpgroups.
+    Weights are stored as words of 8 elements. `operands.scales` is a `Scales`.
+
+    Attributes:
+        warpgroups: number of decoding warpgroups.
     """
 
     def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy):
@@ -179,12 +183,15 @@ class DecodedFp8Mainloop(Fp8Mainloop):
 
         narrow: shared-memory address of the packed weights.
 
-        Turns at k-tiles continue from tile to tile, and each warpgroup waits for an empty slot of the decoded ring
-        before it waits for the stage. Both are needed for correctness, as is that there are at least as many slots as
-        warpgroups, and as many stages as slots. If turns began anew with each tile, a warpgroup could come to a slot a
-        third k-tile later and mistake a phase of its barrier for the one two phases older. A warpgroup that waited for
-        the stage first could make the same mistake, because the previous k-tile in that stage may be another
-        warpgroup's and not yet loaded; an empty decoded slot proves that this previous k-tile was multiplied.
+        A wait on an mbarrier cannot tell a phase from the phase two before it. Three rules keep a warpgroup from such a
+        mistake; correctness depends on each of them:
+
+        1. Turns at k-tiles continue from tile to tile. If they began anew with each tile, a warpgroup could come to a
+           slot whose last two k-tiles it did not decode, and mistake the barrier's phase for the one two phases older.
+        2. A warpgroup waits for an empty slot of the decoded ring before it waits for the stage. The previous k-tile in
+           that stage may be another warpgroup's and not yet loaded; an empty decoded slot proves that this previous
+           k-tile was multiplied.
+        3. There are at least as many slots as warpgroups, and at least as many stages as slots.
         """
         turns = self.warpgroups
         first = (rank + turns - state.count % turns) % turns
@@ -206,7 +213,9 @@ class DecodedFp8Mainloop(Fp8Mainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Pass over the k-tiles of a tile without multiplying; release each stage and slot only after it is full."""
+        """Release all stages and decoded slots of a tile without multiplying, each once it is full. Returns the
+        advanced state.
+        """
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             stages.consumer_release(state)

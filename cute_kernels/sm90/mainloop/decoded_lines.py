@@ -1,9 +1,9 @@
-"""The mainloop of dx = dy w with quantised weights, contracted over weight rows: dy, here called x, comes by TMA, and
-w is decoded.
+"""The mainloop of dx = dy w with quantised weights w, contracted over weight rows. In this file dy is called x.
 
-A decoding warpgroup writes a k-tile of weights (64 weight rows by tile.n columns) into its stage, in the layout in
-which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes have arrived and each thread
-of the decoding warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
+x comes by TMA. A decoding warpgroup writes a k-tile of decoded weights (64 weight rows by tile.n columns) into the same
+stage, in the layout in which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes have
+arrived, and 1 arrival of each thread of the decoding warpgroup, after a fence that orders its writes before wgmma's
+reads.
 
 To decode 64 x 128 weights, each of an SM's warp schedulers issues 150 to 300 instructions of a decoding warp, while the
 MMAs of these weights with 128 rows of dy take 512 cycles.
@@ -37,8 +37,8 @@ DECODING_WARPGROUPS = 2
 latency; the MMAs of a k-tile need 512.
 """
 SLOTS = 3
-"""Number of slots in shared memory of a decoding warpgroup. Each has a k-tile of packed weights, which is being copied
-ahead or decoded."""
+"""Number of slots of a decoding warpgroup in shared memory. A slot has one k-tile of packed weights, which is being
+copied ahead or decoded."""
 
 
 class HopperLines(DecodedLines):
@@ -50,16 +50,21 @@ class HopperLines(DecodedLines):
 
 
 def slots_bytes(weights: Format, width: int) -> int:
-    """Return the bytes of all slots of a decoding warpgroup. A slot has a k-tile's packed weights in chunks of 16
-    bytes, and a word of scales for each chunk. width: columns of a k-tile.
+    """Return the bytes of all slots of a decoding warpgroup.
+
+    A slot has a k-tile's packed weights in chunks of 16 bytes, and a 32-bit word of scales for each chunk.
+
+    width: columns of a k-tile.
     """
     chunks = int(weights.num_bytes(DEPTH * width)) // CHUNK_BYTES
     return SLOTS * chunks * (CHUNK_BYTES + WORD_BYTES)
 
 
 class DecodedLinesMainloop(Mainloop):
-    """Mainloop that multiplies tile.m neighbouring rows of x (operand A), which may begin at any row, by an expert's
-    quantised weights (B), contracted over the weight rows.
+    """Mainloop that multiplies tile.m rows of x (operand A) by an expert's quantised weights (B), contracted over the
+    weight rows.
+
+    Rows of x are neighbours and may begin at any row.
     """
 
     gathers = False
@@ -131,9 +136,10 @@ class DecodedLinesMainloop(Mainloop):
 
         slots: shared-memory address of the warpgroup's slots for packed weights.
 
-        The decoding warpgroups take turns at k-tiles, and the turns continue from tile to tile. Therefore, if the stage
-        for a warpgroup's k-tile is empty, all k-tiles before the other warpgroup's last one have been multiplied. So a
-        warpgroup never mistakes a later phase of a stage's barrier for an earlier one that it did not wait for.
+        The decoding warpgroups take turns at k-tiles, and the turns continue from tile to tile. Correctness depends on
+        this: if the stage for a warpgroup's k-tile is empty, all k-tiles before the other warpgroup's last one have
+        been multiplied. So a warpgroup never mistakes a later phase of a stage's barrier for an earlier phase that it
+        did not wait for.
         """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
@@ -165,9 +171,10 @@ class DecodedLinesMainloop(Mainloop):
     def _begin(
         self, lines: HopperLines, sources: Any, slot: Int32, k_tile: Int32, num_k_tiles: Int32, slot_before: Int32
     ):  # fmt: skip
-        """Start copying a k-tile of packed weights into `slot`, if the k-tile exists, and start loading its scales.
+        """Start copying packed weights of k-tile number `k_tile` into `slot`, and start loading its scales into
+        registers. Nothing is copied past the last k-tile.
 
-        The scales that the previous call loaded are written to that call's slot, `slot_before`. Each call commits one
+        Also write the scales that the previous call loaded to that call's slot, `slot_before`. Each call commits one
         cp.async group, even an empty one, so that wait counts stay fixed.
         """
         if k_tile < num_k_tiles:

@@ -1,7 +1,7 @@
-"""Decoders of weights to bfloat16 by Hopper's instructions. A decoder returns elements times their scale, two elements
-in a 32-bit register.
+"""Decoders of quantised weights to bfloat16 by Hopper's instructions.
 
-There is one class for each element type (decoding/elements.py). Decoding is exact, except as noted here.
+A decoder returns elements times their scale, two elements in a 32-bit register. There is one class for each element
+type (decoding/elements.py). Decoding is exact, except for subnormal products of E4M3 and for float32 scales.
 
 E4M3 (4 bits of significand) is converted to float16 by hardware, then to float32 and to bfloat16 (8 bits of
 significand). The product with a block's scale is exact unless it is subnormal. Two elements take five instructions, so
@@ -20,8 +20,10 @@ from ...formats import E2M1, E4M3, FLOAT32, Format
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Return the two products of two pairs of bfloat16 numbers, element by element. The instruction takes no constants,
-    so PTX first moves `multiplier` to a register."""
+    """Multiply two pairs of bfloat16 numbers element by element; a 32-bit word holds a pair.
+
+    The instruction takes no constants, so PTX first moves `multiplier` to a register.
+    """
     ptx = "{ .reg .b32 factor; mov.b32 factor, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, factor; }"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
@@ -45,9 +47,9 @@ class HopperE4m3(E4m3):
 
 
 class HopperE4m3InFloat32(E4m3):
-    """E4M3 elements whose scale is a float32 number: six instructions for two elements.
+    """E4M3 elements whose scale is a float32 number. Two elements take six instructions.
 
-    The product is rounded to float32 and then to bfloat16, as in dequantising a weight to bfloat16.
+    The product is rounded to float32 and then to bfloat16, as when a weight is dequantised to bfloat16.
     """
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
@@ -71,7 +73,7 @@ class HopperE2m1(E2m1):
     """E2M1 elements, four pairs in a word."""
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """Return pair number `pair` of the word `share` times its multiplier, as bfloat16."""
+        """Return the elements of pair number `pair` (0 to 3) of the word `share` times `multiplier`, as bfloat16."""
         return product(self.spread(share, pair), multiplier)
 
 

@@ -2,11 +2,12 @@
 
 Hopper's tensor cores apply no scales, and add E4M3 products in fewer bits than float32 has. So a k-tile is 128 deep,
 its wgmmas start from zero, and CUDA cores promote the sum: they add it, times the scale of x's row, to float32
-accumulators. That is one fused multiply-add for each result and k-tile, beside 128 in the tensor cores. The epilogue
-multiplies by the weights' scales.
+accumulators. Promotion takes one fused multiply-add for each result and k-tile; the tensor cores do 128 meanwhile. The
+epilogue multiplies by the weights' scales.
 
-A thread has 128 accumulators, and 64 more for the sums of a k-tile of one piece (64 rows by 128 columns). While one
-warpgroup of a cooperative tile promotes a piece, the other warpgroup's wgmmas run.
+A k-tile is multiplied and promoted piece by piece; a piece is 64 rows by 128 columns of the result. A thread has 128
+accumulators, and 64 more registers for the sums of a piece. While one warpgroup of a cooperative tile promotes a piece,
+the other warpgroup's wgmmas run.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ PIECE_REGS = ROWS * PIECE_N // THREADS
 
 
 class RowScales(Invariant):
-    """The scales of a thread's rows of x, two rows in each slab of 64.
+    """The scales of a thread's rows of x, in registers: two rows in each slab of 64.
 
-    A row has several equal scales for a k-tile, of which the first is read. The scales of a k-tile are loaded during
-    the previous k-tile; a tile's first scales before the epilogue of the previous tile.
+    A row's scales for one k-tile are all equal, so only the first is read. The scales of a k-tile are loaded during the
+    previous k-tile; the first scales of a tile are loaded before the epilogue of the previous tile.
 
     Attributes:
         address: address of the scales of all rows.
@@ -53,8 +54,8 @@ class RowScales(Invariant):
         begins: for each row, the address of its scales.
         next: scales of the next k-tile, which are being loaded.
         count: number of scales that `take` returns.
-        halves: number of equal parts of a piece's columns that have different factors (`factor`), 1 or 2.
-        apart: distances in rows: from a thread's pair of rows to the next pair, and between the two rows of a pair.
+        halves: 2 if the two halves of a piece's columns have different factors (`factor`), else 1.
+        apart: two distances in rows: from a thread's pair of rows to its next pair, and between the two rows of a pair.
     """
 
     halves = 1
@@ -77,8 +78,8 @@ class RowScales(Invariant):
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile.
 
-        Rows past the group's end, and the rows of an end mark (expert < 0), are never stored: any row's scales serve
-        them.
+        Rows past the group's end read the scales of the group's last row, and the end mark (a tile with expert < 0)
+        those of row 0. Any scales would do, since results of these rows are never stored.
         """
         first = work.row + self.first_row
         of_pairs, of_rows = self.apart
@@ -97,8 +98,9 @@ class RowScales(Invariant):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started, and start loading the scales of the
-        next k-tile.
+        """Return the scales of a k-tile as float32, and start loading the scales of the next k-tile.
+
+        The previous call (for the first k-tile `begin`) started the loads of the scales that this call returns.
         """
         scales = cute.make_rmem_tensor(self.num_rows, Float32)
         for i in cutlass.range_constexpr(self.num_rows):
@@ -107,23 +109,22 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor by which the sums in one part of a row of a piece (64 rows by 128 columns) are multiplied:
-        here the row's scale.
+        """Return the factor for a k-tile's sums in one row of a piece (64 rows by 128 columns): here the row's scale.
 
         Args:
             scales: scales that `take` returned.
             row: index of the row among the thread's rows.
             columns: index of the piece along the tile's columns.
-            half: index of the part of the piece's columns, less than `halves`.
+            half: which half of the piece's columns, 0 or 1; 0 if `halves` is 1.
         """
         return scales[row]
 
 
 class Fp8Mainloop(GemmMainloop):
-    """Mainloop that multiplies E4M3 rows of x (operand A) by ranges of an expert's E4M3 weight rows (B).
+    """Mainloop that multiplies E4M3 rows of x (operand A) by E4M3 weight rows of an expert (B).
 
     Both operands are contiguous along the contraction. `operands.scales` is the address of the scale bytes of x's rows,
-    [rows, K / 32]. The scales of the next tile's first k-tile are loaded during an epilogue.
+    [rows, K / 32]. During a tile's epilogue, the scales of the next tile's first k-tile are loaded.
     """
 
     looks_ahead = AFTER_MMA
@@ -134,14 +135,14 @@ class Fp8Mainloop(GemmMainloop):
         self.pieces = tile.n // PIECE_N
 
     def tiled_mma(self) -> cute.TiledMma:
-        """Make the MMA: wgmmas of 64 x 128, the warpgroups of a tile stacked along rows."""
+        """Make the MMA: wgmmas of 64 x 128; the warpgroups that share a tile are stacked along rows."""
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype, self.dtype, self.a_major, self.b_major, Float32, (self.tile.warpgroups_per_tile, 1, 1),
             (ROWS, PIECE_N),
         )  # fmt: skip
 
     def accumulators(self) -> cute.Tensor:
-        """Allocate a thread's accumulators: slab by slab, in the order that one wgmma over all columns would give."""
+        """Allocate a thread's accumulators, slab by slab; within a slab in the order of one wgmma over all columns."""
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
     def first_row(self, share: TileShare) -> Int32:
@@ -171,7 +172,7 @@ class Fp8Mainloop(GemmMainloop):
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
         """Release all stages of a tile without multiplying. Returns the advanced state.
 
-        Each stage is released only after it is full: an earlier release could count for the previous round of the ring.
+        Each stage is released only once it is full: an earlier arrival could count for the previous round of the ring.
         """
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -202,8 +203,10 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Multiply and promote (add, times scales, in float32) all k-tiles of a tile, piece (64 rows by 128 columns) by
-        piece. Returns the advanced state."""
+        """Multiply and promote all k-tiles of a tile, piece (64 rows by 128 columns) by piece.
+
+        To promote is to add a k-tile's sums, times their scales, to float32 accumulators. Returns the advanced state.
+        """
         tiled_mma = self.tiled_mma()
         partial = cute.make_rmem_tensor(PIECE_REGS, Float32)
         wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
@@ -246,9 +249,10 @@ class Fp8Mainloop(GemmMainloop):
     ):  # fmt: skip
         """Promote a piece (64 rows by 128 columns): add its sums, times their factors, to the accumulators.
 
-        The loop takes one row after the other, so that only every second multiply-add reads the scale from its register
-        (`.reuse`). In register order, where two elements of one row and two of the other alternate, four multiply-adds
-        took 6 cycles if ptxas put the scales into different register banks, and 8 if not: 3 to 7 % of the whole loop.
+        The loop finishes one row before the other, so that only every second multiply-add reads the scale from its
+        register (`.reuse`). In register order, two elements of one row alternate with two of the other. Then four
+        multiply-adds took 6 cycles if ptxas put the scales into different register banks, and 8 cycles if not: 3 to 7 %
+        of the whole loop.
 
         Args:
             acc: the piece's accumulators.

@@ -1,14 +1,14 @@
 """Gathering of rows by index: an operand's row t is x[rows[t]]. Two warps of the load warpgroup copy rows by cp.async.
 
-TMA can only load boxes of neighbouring rows. Gathered rows are copied 16 bytes a lane, 8 lanes a line of 128 bytes, in
-the swizzle that wgmma reads. The other operand still comes by TMA, in clusters by multicast; each CTA gathers its own
-rows. A kernel chooses at run time whether rows come by index or in order.
+Hopper's TMA loads only boxes of neighbouring rows. To gather rows, each lane copies 16 bytes at a time, so that 8 lanes
+copy a line of 128 bytes, in the swizzle that wgmma reads. The other operand still comes by TMA, in clusters by
+multicast; each CTA gathers its own rows. A kernel chooses at run time whether rows come by index or in order.
 
-A stage is full when TMA's bytes and every lane's copies have arrived; the copies arrive at the barrier by themselves.
-Copies are writes of the generic proxy, so a warpgroup that waited for a stage needs a fence before its wgmmas.
+A stage is full when TMA's bytes and every lane's copies have arrived (cp.async.mbarrier.arrive). Copies are writes of
+the generic proxy, so a warpgroup that waited for a stage needs a fence before its wgmmas.
 
-A copy holds the registers of its address until it is issued. So a lane keeps separate address registers for all its
-lines of a stage. When addresses were computed anew for each copy, they shared registers, and FC1 took 1.27 times as
+A copy occupies the registers of its address until it is issued. So a lane has separate address registers for all its
+lines of a stage. When addresses were computed anew for each copy, copies shared registers, and FC1 took 1.27 times as
 long as with neighbouring rows. For the same reason `GatherAlongRows` advances its addresses only once in
 K_TILES_AT_ONCE k-tiles.
 """
@@ -56,7 +56,7 @@ class RowIndices(NamedTuple):
     columns: Int32
 
     def index_of(self, row: Int32) -> Int32:
-        """Read the index of the row of x that is row number `row`; it may be out of range."""
+        """Read indices[row], the row of x that becomes row number `row` of the operand. It may be out of range."""
         return vector_at(Int32, self.address)[row]
 
     def clamped(self, index: Int32) -> Int32:
@@ -64,9 +64,9 @@ class RowIndices(NamedTuple):
         return clamp(index, Int32(0), self.num_rows - 1)
 
     def distance(self, index: Int32) -> Int32:
-        """Return the distance of x's row `index` from x's first row, in units of 16 bytes.
+        """Return the distance of row `index` of x from x's first row, in units of 16 bytes; `index` is clamped.
 
-        It is an unsigned number of 32 bits, so x may have at most 64 GiB.
+        The distance is an unsigned 32-bit number, so x may have at most 64 GiB.
         """
         return self.clamped(index) * self.pitch
 
@@ -85,7 +85,7 @@ class Share(NamedTuple):
 
     Attributes:
         first: index of the first line, a multiple of the swizzle's period.
-        times: number of lines, in units of LINES_AT_ONCE.
+        times: number of lines, in units of LINES_AT_ONCE (4 lines, which a warp copies at once).
     """
 
     first: Int32 | int
@@ -98,8 +98,8 @@ class Lane(NamedTuple):
     Attributes:
         line: index, in the stage, of the lane's first line.
         chunk: index of the chunk that the lane copies of each of its lines.
-        targets: shared-memory addresses in the first stage of the lane's first line and of its second line, which lies
-            half a swizzle period further.
+        targets: shared-memory addresses of the lane's chunks in its first and in its second line of the first stage.
+            The second line lies half a swizzle period further.
     """
 
     line: Int32
@@ -125,8 +125,12 @@ class Gather(Invariant):
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
-        """Return this lane's part of the copies. smem: the operand's shared memory. first: index of the warp's first
-        line."""
+        """Return this lane's part of the copies.
+
+        Args:
+            smem: the operand's shared memory.
+            first: index of the warp's first line.
+        """
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
@@ -136,9 +140,9 @@ class Gather(Invariant):
     def copy(
         self, lane: Lane, stage: Int32, i: int, lines_before: int, source: Int64, offset: int, num_bytes: Int32
     ) -> None:  # fmt: skip
-        """Start copying 16 bytes into one of the lane's lines of a stage: its i-th line after `lines_before` lines.
+        """Start copying 16 bytes into a stage: to the lane's i-th line, counted from line `lines_before` on.
 
-        The first `num_bytes` bytes come from address `source` + `offset`; the rest become zeros.
+        The first `num_bytes` bytes come from address `source` + `offset`; the other bytes become zeros.
         """
         first = lane.targets[i % 2] + stage * (self.lines * LINE_BYTES)
         target = first + (lines_before + i // 2 * 2 * LINES_AT_ONCE) * LINE_BYTES
@@ -149,12 +153,13 @@ class Gather(Invariant):
 
 
 def arrive(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> None:
-    """Let this lane's copies so far arrive at the stage's full barrier as soon as they are done."""
+    """Make the stage's full barrier receive an arrival of this lane as soon as all its copies so far are done."""
     cute.arch.cp_async_mbarrier_arrive_noinc(stages.sync_object_full.get_barrier(state.index))
 
 
 class GatherAlongRows(Gather):
-    """Copies of an operand that is contracted along its rows: each line holds one row's part of a k-tile."""
+    """Copies of an operand that is contracted along its rows, as in a GEMM: each line holds one row's part of a
+    k-tile."""
 
     @cute.jit
     def fill(
@@ -199,10 +204,11 @@ class GatherAlongRows(Gather):
         self, lane: Lane, sources: cute.Tensor, left: Int32, columns: Int32, ahead: cutlass.Constexpr[int],
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Copy the k-tile that is `ahead` k-tiles after the addresses `sources`. Returns the advanced state.
+        """Copy one k-tile into a stage: the k-tile that is `ahead` k-tiles after the addresses `sources`. Returns the
+        advanced state.
 
-        Columns past the last become zeros. Zeros in the weights alone would not do, since the stage may hold NaN from
-        before.
+        Columns past the last column become zeros. Zeros in the weights alone would not suffice, since the stage may
+        hold NaN from before.
 
         Args:
             sources: for each of the lane's lines, the address of its chunk.
@@ -224,8 +230,7 @@ class GatherAlongRows(Gather):
 
     @cute.jit
     def _advance(self, sources: cute.Tensor, columns: Int32, k_tiles: cutlass.Constexpr[int]) -> Int32:
-        """Move the addresses `sources` by `k_tiles` k-tiles. Return how many of the `columns` columns of x are left
-        from there on."""
+        """Move the addresses `sources` by `k_tiles` k-tiles. Return `columns` less the columns of these k-tiles."""
         for i in cutlass.range_constexpr(cute.size(sources)):
             sources[i] += k_tiles * LINE_BYTES
         return columns - k_tiles * self.line_elements
@@ -235,8 +240,8 @@ class GatherAcrossRows(Gather):
     """Copies of an operand that is contracted over its rows, as in a weight gradient.
 
     A line holds 64 columns of one row; the lines of a k-tile's rows follow each other. Each k-tile has different rows,
-    32 for each warp: each lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the row
-    addresses by shuffles.
+    32 for each warp. So each lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the
+    row addresses by shuffles.
 
     Args:
         columns: number of columns of a tile of the operand.
@@ -253,10 +258,11 @@ class GatherAcrossRows(Gather):
         self, rows: RowIndices, smem: cute.Tensor, rank: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, num_k_tiles: Int32, column: Int32,
     ):  # fmt: skip
-        """Copy all rows of a group, the operand's columns from `column` on, k-tile by k-tile. Returns the advanced
-        state.
+        """Copy all rows of a group, k-tile by k-tile. Returns the advanced state.
 
-        rank: 0 or 1, the index of the gathering warp.
+        Args:
+            rank: 0 or 1, the index of the gathering warp.
+            column: first of the operand's columns that are copied.
         """
         lane = self.lane(smem, rank * (self.k // WARPS))
         first = column + lane.chunk * self.chunk_elements

@@ -31,7 +31,7 @@ class Weights(Invariant):
         ahead: number of k-tiles whose loads have begun before.
         num_bytes: bytes that TMA brings into a stage.
         n_tile: the output tile's index along columns.
-        addresses: (lo, hi) of each part of the expert's weights (memory/weights.py).
+        addresses: the TMA coordinates (lo, hi) of each part of the expert's weights (memory/weights.py).
         policy: L2 policy; None: the default one.
     """
 
@@ -49,7 +49,7 @@ class Weights(Invariant):
 
     @cute.jit
     def load(self, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, k_tile: Int32):
-        """Wait for an empty stage and start the load of k-tile number `k_tile`, unless it has begun before."""
+        """Wait for an empty stage and start the load of k-tile number `k_tile`; do nothing if `k_tile` < `ahead`."""
         if k_tile >= self.ahead:
             acquire(stages, state, self.num_bytes)
             barrier = stages.producer_get_barrier(state)
@@ -63,23 +63,24 @@ class Weights(Invariant):
         return len(self.addresses)
 
     def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return where the weights of a part for k-tile `k_tile` are: the k-tile's index in memory, and the coordinates
-        lo and hi of their address.
+        """Return the TMA coordinates (k, lo, hi) of a part's weights in k-tile number `k_tile` of the contraction.
+
+        k counts k-tiles in memory; (lo, hi) is the weights' address.
         """
         lo, hi = self.addresses[part]
         return k_tile, lo, hi
 
 
 class GemmMainloop(WeightsFirst):
-    """Mainloop that multiplies tile.m rows of x (operand A) by ranges of an expert's weight rows (B).
+    """Mainloop that multiplies tile.m rows of x (operand A) by tile.n weight rows of an expert (B).
 
-    Rows of x are neighbours, from any row on, or come by index (gathered_rows.py). Groups need no alignment. Rows past
-    a group's end are computed but not stored; they are loaded only if their box (row_boxes.py) also holds rows of the
-    group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone leaves out the second slab (64 rows) if the
-    group has no rows there.
+    Rows of x are neighbours or come by index (gathered_rows.py). A group may begin at any row. Rows past a group's end
+    are computed but not stored. They are loaded only if their TMA box (memory/row_boxes.py) also holds rows of the
+    group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone skips the second slab (64 rows) if the group
+    has no rows there.
 
     Args:
-        parts: number of ranges of weight rows in a tile (memory/weights.py).
+        parts: number of ranges of weight rows in a tile: 2 for a gated layer (rows of a, rows of u), else 1.
         transposed: True: w is stored transposed, so that the contraction runs over its rows.
         load_warp_gathers: True: the TMA warp is the first gathering warp, because warp 2 loads for the epilogue.
     """
@@ -132,7 +133,8 @@ class GemmMainloop(WeightsFirst):
         return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
 
     def _row_sources(self, operands: Operands) -> tuple[Source, Source | None]:
-        """Return two TMA loads of rows of x: for rows that a cluster's CTAs share, and for rows that they do not share.
+        """Return two TMA loads of rows of x: one that multicasts if the CTAs of a cluster share rows, and one without
+        multicast.
 
         The second load is None unless the tile is adaptive.
         """
@@ -188,9 +190,9 @@ class GemmMainloop(WeightsFirst):
     ):  # fmt: skip
         """Fill `count` stages by the loads `a` (rows of x) and `b` (weights). Returns the advanced state.
 
-        arrives: None: this warp also gathers rows, if they come by index and `load_warp_gathers`. A boolean: rows lie
-        in order; if it is true, this warp's lanes arrive at each stage nevertheless, since its barrier counts them as
-        gathering lanes.
+        arrives: None: if rows come by index and `load_warp_gathers`, this warp gathers rows, too. A boolean: `rows` lie
+            in order. True: this warp's lanes nevertheless arrive at each stage, since the stage's barrier counts them
+            as gathering lanes.
         """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
@@ -231,13 +233,13 @@ class GemmMainloop(WeightsFirst):
         return self.parts
 
     def weights(self, x: cute.Tensor, *of: Any) -> Weights:
-        """Make the loads of a tile's weights. of: the arguments of `Weights`."""
+        """Make the loads of a tile's weights. x: not used here. of: the arguments of `Weights`."""
         return Weights(*of)
 
     def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
-        """Return x from row number `row` on, divided into boxes."""
+        """Return x from row number `row` on, divided into TMA boxes: (row, k, box along rows, k-tile)."""
         return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
 
     def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
-        """Return box number `box` of k-tile number `k_tile` among the partitioned boxes `tiles` (`row_tiles`)."""
+        """Return box number `box` of k-tile number `k_tile`. tiles: the result of `row_tiles`, partitioned for TMA."""
         return tiles[None, box, k_tile]

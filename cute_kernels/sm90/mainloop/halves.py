@@ -1,6 +1,4 @@
-"""The mainloop of a data gradient through a w1 of two tensors (`GateUp`): each half of x's columns is multiplied by its
-own weights, and the products are added.
-"""
+"""The mainloop of the data gradient through a w1 that is two tensors (`GateUp`): y = x[:, :K/2] w + x[:, K/2:] w_up."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from .gemm import GemmMainloop, Weights
 
 
 class WeightsInHalves(Weights):
-    """Loads of weights whose contraction has two halves, each of `half` k-tiles and with an address of its own in
-    `addresses`.
+    """Loads of weights for a contraction of two halves: the first `half` k-tiles from addresses[0], then as many from
+    addresses[1].
     """
 
     half: Int32
@@ -32,11 +30,10 @@ class WeightsInHalves(Weights):
 
 
 class HalvesMainloop(GemmMainloop):
-    """GEMM mainloop whose x has two halves of columns, each with its own weights. The second half's contraction follows
-    the first's, into the same accumulators.
+    """GEMM mainloop that multiplies the left and the right half of x's columns by different weights, and adds.
 
-    x is viewed as (row, k, half), so that TMA clips both operands where a half ends and fills the half's last k-tile
-    with zeros.
+    The second half is contracted after the first, into the same accumulators. x is viewed as (row, k, half), so that
+    TMA clips both operands where a half ends and fills the half's last k-tile with zeros.
     """
 
     gathers = False

@@ -1,8 +1,8 @@
 """The FP8 mainloop of 4-bit weights and few rows: decoded weights are the rows of the MMA, and rows of x its columns.
 
-Weights take the same way as in decoded_fp8.py. An MMA of 64 rows would multiply a slab of x that has few rows, and
-promote as many sums; here an MMA has as many columns as the tile has rows of x. So decoding bounds the loop, not MMAs.
-A sum has the same products in the same order, hence the same bits.
+Weights are loaded and decoded as in decoded_fp8.py. There an MMA multiplies 64 rows of x, and CUDA cores promote the
+sums of 64 rows, even if a group has few rows. Here an MMA has as many columns as the tile has rows of x (16 or 32), so
+decoding bounds the loop, not MMAs. A sum has the same products in the same order as there, hence the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .fp8 import RowScales
 
 
 class ColumnScales(RowScales):
-    """The scales of the rows of x that are a thread's columns of the MMA: two of every 8."""
+    """The scales of a thread's rows of x. They are the thread's columns of the MMA: two of every 8."""
 
     apart = 8, 1
 
@@ -67,8 +67,9 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
         self, acc: cute.Tensor, weights: cute.Tensor, columns: cute.Tensor, scales: ColumnScales, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Multiply and promote all k-tiles of a tile. All slabs' MMAs of a k-tile are in flight together; a slab is
-        promoted during the MMAs of the next slabs. Returns the advanced state.
+        """Multiply and promote all k-tiles of a tile. Returns the advanced state.
+
+        The MMAs of all slabs of a k-tile are in flight together; a slab is promoted during the MMAs of the next slabs.
         """
         tiled_mma, slabs, regs = self.tiled_mma(), self.tile.slabs, self.slab_regs
         partial = cute.make_rmem_tensor(slabs * regs, Float32)

@@ -24,13 +24,16 @@ class WgradMainloop(Mainloop):
     The rows of one operand may come by index. Rows past the group's end must not contribute, so both loads clip there
     and fill with zeros (`ragged_rows`). Zeros in one operand alone would not suffice, since the other may hold NaN.
 
-    The last k-tile is multiplied only as deep as it has rows, rounded up to a wgmma's depth. So 1, 3, 2 and 6 % more
-    depth is multiplied than there are rows, on Mixtral, Qwen3-30B, DeepSeek-V3 EP8 and gpt-oss-120b with Dirichlet(0.5)
-    routing; with whole k-tiles it would be 3, 14, 8 and 27 %.
+    The last k-tile is multiplied only as deep as it has rows, rounded up to a wgmma's depth. Depth that is multiplied
+    beyond the number of rows, with Dirichlet(0.5) routing:
 
-    keeps_operands: True: operands are the last to leave L2, because results would push them out. That saves 5 to 15 %
-    of the time of Qwen3-30B's 32-bit gradients and 1 to 6 % of gpt-oss-120b's. For 16-bit gradients, which have half as
-    many bytes, it would save -1 to 2 % (once 6 %).
+                              Mixtral    Qwen3-30B    DeepSeek-V3 EP8    gpt-oss-120b
+        wgmma's depth         1 %        3 %          2 %                6 %
+        with whole k-tiles    3 %        14 %         8 %                27 %
+
+    keeps_operands: True: operands are the last to leave L2, because stores of results would push them out. This saves 5
+        to 15 % of the time of Qwen3-30B's 32-bit gradients and 1 to 6 % of gpt-oss-120b's. For 16-bit gradients, which
+        have half as many bytes, it would save -1 to 2 % (once 6 %).
     """
 
     may_be_empty = True
@@ -44,7 +47,7 @@ class WgradMainloop(Mainloop):
         self.rows_of_b = GatherAcrossRows(tile.n, tile.k, dtype)
 
     def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
-        """Host side: make the TMA descriptors of dy and x, as ragged views (column, row, wrap, end).
+        """Host side: make the TMA descriptors of dy and x, as ragged views (column, row, wrap, end) (memory/ragged.py).
 
         dy_rows, x_rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. One or both are 0.
         """
@@ -56,13 +59,14 @@ class WgradMainloop(Mainloop):
         return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
-        """Return the view (column, row, wrap, end) of a tensor [T, columns], which can be clipped at any row
-        (memory/ragged.py)."""
+        """Return the view (column, row, wrap, end) of a tensor [T, columns]. It can be clipped at any row
+        (memory/ragged.py).
+        """
         ragged = ragged_rows(tensor)
         return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))
 
     def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
-        """Return the group's rows, from `work.row` to the group's last, of a view that `_columns` made."""
+        """Return the group's rows, from `work.row` to the group's last row. columns: a view that `_columns` made."""
         return clipped(columns, work.row, work.group_end, row_mode=1)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
