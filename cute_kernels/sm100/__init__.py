@@ -1,2 +1,5 @@
-"""Blackwell's own GEMMs, of 16-bit and MXFP8 operands: loads, schedules and epilogues are Hopper's (sm90/), but tcgen05
-instructions multiply, into tensor memory."""
+"""GEMMs for Blackwell, of 16-bit and of MXFP8 operands.
+
+Loads, schedules and epilogues come from Hopper's kernels (sm90/), but tcgen05 instructions multiply, into tensor
+memory.
+"""

@@ -10,8 +10,10 @@ from ..specs import GemmSpec
 
 
 def accumulation(spec: GemmSpec) -> Accumulation:
-    """Return the order in which a spec's GEMM adds products. If the tile's schedule is "warps", the kernel is a
-    portable one, with the order of portable kernels."""
+    """Return the order in which a spec's GEMM adds products.
+
+    If the tile's schedule is "warps", the kernel is a portable one and has the order of portable kernels.
+    """
     if spec.tile.by_warps:
         return portable(spec)
     return Accumulation("tcgen05.mma", 32 if OPERANDS[spec.operands].multiplies_blocks else 16)

@@ -1,16 +1,17 @@
-"""The mainloop for rows and weights in MXFP8: tensor cores apply the scales of both operands, block by block.
+"""The mainloop for rows of x and weights w in MXFP8: tensor cores apply the scales of both operands, block by block.
 
-A k-tile is 128 deep, so each row of x or w has four scales in it: one word. One warp brings the scales of x, another
-the scales of w. Both read plain scales [rows, K / 32], as the quantiser writes them, into registers, and write them to
-shared memory in the order that tensor memory takes. In this order 128 rows form an atom of 512 bytes (PTX ISA, "Scale
-factor layout"):
+A k-tile is 128 deep, so each row of x or w has four scales in it: one 32-bit word. The scales take this way:
 
-    word of row i at byte 16 (i % 32) + 4 (i / 32)
+    global memory    plain scales [rows, K / 32], as the quantiser writes them. One warp reads the scales of x, another
+                     the scales of w, into registers.
+    shared memory    the same warps write the scales in the order that tensor memory takes. In this order 128 rows form
+                     an atom of 512 bytes (PTX ISA, "Scale factor layout"): the word of row i is at byte
+                     16 (i % 32) + 4 (i / 32). So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and
+                     writes 16 bytes at once.
+    tensor memory    `tcgen05.cp` copies an atom from shared memory before the stage's MMAs. One thread issues the copy
+                     and the MMAs, so they are executed in this order.
 
-So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and writes 16 bytes at once. A group may begin at any
-row, and rows of x may come by index, without scales being padded or copied in global memory. `tcgen05.cp` copies an
-atom from shared to tensor memory before the stage's MMAs. One thread issues the copy and the MMAs, so they are executed
-in this order.
+A group may begin at any row, and rows of x may come by index; scales are never padded or copied in global memory.
 """
 
 from __future__ import annotations
@@ -63,12 +64,13 @@ class Scales(NamedTuple):
 
 
 class ScaleLines(Invariant):
-    """A lane's four rows of an atom, and registers for their scales in the next AT_ONCE k-tiles.
+    """The four rows of an atom (128 rows) whose scales a lane loads, and registers for these scales in the next AT_ONCE
+    k-tiles.
 
     Attributes:
         pitch: number of scales of a row, each a byte.
-        begins: for each row, the address of its scales.
-        words: for each row, AT_ONCE words of scales.
+        begins: for each of the four rows, the address of its scales.
+        words: for each of the four rows, AT_ONCE words of scales, one for each k-tile.
     """
 
     def __init__(self, pitch: Int32):
@@ -78,10 +80,10 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Start to load the scales of AT_ONCE k-tiles, from `k_tile` on, into `words`: a word of four scales for each
-        row and k-tile. Nothing past the last k-tile is read.
+        """Start to load the scales of AT_ONCE k-tiles, from `k_tile` on, into `words`.
 
-        Scales past a row's last block become 0 (2^-127), since a NaN would turn the elements' zeros into NaN.
+        Nothing past the last k-tile is read. Scales past a row's last block become 0 (2^-127), since a NaN would turn
+        the zeros of padding elements into NaN.
         """
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
@@ -100,8 +102,9 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def _word(self, begin: Int64, first: Int32) -> Int32:
-        """Return a word of a row's four scales from scale number `first` on, with 0 past the row's last scale. begin:
-        the address of the row's scales.
+        """Return four scales of a row, from scale number `first` on, as a word; 0 past the row's last scale.
+
+        begin: the address of the row's scales.
         """
         word = Int32(0)
         if (Int32(begin) | self.pitch) % WORD_BYTES == 0:
@@ -139,8 +142,10 @@ def put(words: cute.Tensor, atom: Int32, i: int) -> None:
 
 
 class BlockScaled(TensorCoreMainloop):
-    """Mixin for mainloops of MXFP8 operands: the multiplying half, with a scale for each 32 elements of the
-    contraction."""
+    """Mixin for mainloops of MXFP8 operands: issues MMAs that apply a scale for each 32 elements of the contraction.
+
+    A class of sm90/mainloop loads the operands.
+    """
 
     @property
     def _atoms(self) -> tuple[int, int]:
@@ -173,9 +178,9 @@ class BlockScaled(TensorCoreMainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Return the operands of MMAs: A, B, and one tuple each for A's and B's scales.
+        """Return the operands of MMAs: (A, B, scales of A, scales of B).
 
-        Such a tuple has the copy to tensor memory, its source, its target, and the tensor that MMAs read.
+        Scales are a tuple: the copy to tensor memory, its source, its target, and the tensor that MMAs read.
         """
         mma, shape = self.tiled_mma(), (self.tile.m, self.tile.n, self.tile.k)
         layouts = (
@@ -204,8 +209,10 @@ class BlockScaled(TensorCoreMainloop):
 
 
 class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
-    """The mainloop of rows of x times experts' weights, both in MXFP8. layout: the order of a gated w's rows, a key of
-    specs.LAYOUT_FORMS."""
+    """The mainloop of rows of x times experts' weights, both in MXFP8.
+
+    layout: the order of a gated w's rows, a key of specs.LAYOUT_FORMS.
+    """
 
     scale_warps = len(FIELDS)
 
@@ -217,8 +224,10 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
     def bring_scales(
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
     ):  # fmt: skip
-        """Write the scales of x (rank 0) or of w (rank 1) for all k-tiles of one output tile to their stages; called by
-        the warp with this rank. Return the pipeline's advanced state."""
+        """Write the scales of x (rank 0) or of w (rank 1), for all k-tiles of one output tile, to their stages.
+
+        Called by the warp with this rank. Return the pipeline's advanced state.
+        """
         if rank == 0:
             lines = [self._row_lines(operands, work)]
             state = self._bring(lines, storage.a_scales.data_ptr(), operands, stages, state, work)
@@ -265,11 +274,12 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         self, lines: list[ScaleLines], to: cute.Pointer, operands: Operands, stages: Any,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """Write one operand's scales (atoms) of all k-tiles to their stages, and load the next scales meanwhile. Return
-        the pipeline's advanced state.
+        """Write one operand's scales of all k-tiles to their stages, and load the scales of later k-tiles meanwhile.
+
+        Return the pipeline's advanced state.
 
         Args:
-            lines: the lane's rows, an element for each atom of a stage.
+            lines: the lane's rows of each atom (128 rows) of a stage.
             to: shared memory for the atoms of all stages.
         """
         count, first = self.num_k_tiles(operands, work), Int32(to.toint())
@@ -291,10 +301,10 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
 
 def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
-    """Make the `tcgen05.cp` that copies a stage's scales from shared to tensor memory, each atom to the lanes of all
-    four warps.
+    """Make the `tcgen05.cp` that copies a stage's scales from shared to tensor memory.
 
-    Return the copy, its source (descriptors of shared memory) and its target (tensor memory).
+    It copies each atom four times, to the 32 lanes of each of the four warps. Return the copy, its source (descriptors
+    of shared memory) and its target (tensor memory).
     """
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
     source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)

@@ -1,11 +1,10 @@
 """The mainloop of weight gradients in MXFP8: columns of dy times columns of x, with a scale for each 32 rows of a
 column.
 
-Both operands come from `quantize.quantize_groups`: blocks begin at the first row of a group, and scales lie in the
-order that tensor memory takes, an atom of 512 bytes for 128 columns and a band of 128 rows (memory/scale_bands.py). A
-k-tile consists of the rows of one band. So one thread copies a k-tile's atoms to its stage, and scales never pass
-through registers. In kernels that gather no rows, such as this one, it is a thread of the epilogue load warp, which has
-nothing to load for a weight gradient.
+Both operands come from `quantize.quantize_groups`, which begins blocks at the first row of a group. It writes scales in
+the order that tensor memory takes: an atom of 512 bytes for 128 columns and a band of 128 rows (memory/scale_bands.py).
+A k-tile is the rows of one band. So one thread copies a k-tile's atoms to its stage, and scales never pass through
+registers. The thread belongs to the epilogue load warp (warp 2), which has nothing to load for a weight gradient.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ class OperandScales(NamedTuple):
 
 
 class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
-    """The mainloop of columns of dy times columns of x, both in MXFP8. Rows never come by index: the quantiser gathers
-    them.
+    """The mainloop of columns of dy times columns of x, both in MXFP8.
 
-    Pipeline "stages": a stage is full when the bytes of operand tiles and of scales have arrived, by transaction, with
-    1 arrival of the load warp and 1 of the warp that brings scales.
+    Rows never come by index, since the quantiser has gathered them. Pipeline "stages": a stage is full after 1 arrival
+    of the load warp, 1 of the warp that brings scales, and the bytes of operands and scales, by transaction.
     """
 
     gathers = False
@@ -49,8 +47,10 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
     def bring_scales(
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
     ):  # fmt: skip
-        """Copy the scales of dy and of x for all k-tiles of one output tile to their stages. Return the pipeline's
-        advanced state. rank: always 0, since one warp brings the scales of both operands."""
+        """Copy the scales of dy and of x, for all k-tiles of one output tile, to their stages.
+
+        Return the pipeline's advanced state. rank: always 0, since one warp brings the scales of both operands.
+        """
         counts = self._atoms
         places = storage.a_scales.data_ptr(), storage.b_scales.data_ptr()
         tiles = work.m_tile, work.n_tile
@@ -69,8 +69,10 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
 
 
 class ClearingBlockScaledWgradMainloop(ClearingWgradMainloop, BlockScaledWgradMainloop):
-    """The mainloop of weight gradients in MXFP8 without TMA addresses that wrap: the MMA warp zeroes rows past the
-    group's end (`ClearingWgradMainloop`)."""
+    """The mainloop of weight gradients in MXFP8 for builds without TMA addresses that wrap around 2^64.
+
+    TMA then cannot clip at a group's end, so the MMA warp zeroes rows past it (mainloop.ClearingWgradMainloop).
+    """
 
 
 def _vector(pointer: cute.Pointer) -> cute.Tensor:

@@ -14,7 +14,7 @@ LAUNCH_REGISTERS = {False: 168, True: 128}
 
 
 class Registers(NamedTuple):
-    """Registers of a thread, by its warpgroup.
+    """Registers of a thread in each kind of warpgroup.
 
     Attributes:
         roles: in the first warpgroup, whose warps have roles of their own.
@@ -28,8 +28,9 @@ class Registers(NamedTuple):
 
 
 def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
-    """Return the registers of a thread of each warpgroup after redistribution by setmaxnreg, which hangs if the sum
-    over all threads exceeds the registers that the launch reserved.
+    """Return the registers of a thread of each warpgroup, for setmaxnreg.
+
+    setmaxnreg hangs if the sum over all threads exceeds the registers that the launch reserved.
 
     Args:
         roles: registers of a thread of the first warpgroup.
@@ -42,7 +43,9 @@ def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
 
 
 def block_scaled_stages(tile: TileConfig, staging_bytes: int) -> int:
-    """Return how many stages of MXFP8 operands and scales (a byte for 32 elements) fit beside `staging_bytes` bytes of
-    staging slots."""
+    """Return how many stages of MXFP8 operands and their scales fit into shared memory.
+
+    A scale is a byte for 32 elements. staging_bytes: bytes of the epilogue's staging slots.
+    """
     stage = (tile.m + tile.n) * (tile.k + tile.k // MXFP8.block)
     return (budget.SMEM_BYTES - budget.SMALL_BYTES - staging_bytes) // stage

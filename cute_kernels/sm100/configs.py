@@ -1,7 +1,7 @@
-"""The kernels (specs) that ship in a bundle of Blackwell's own kernels. Plain Python, which imports no compiler.
+"""The kernels (specs) that ship in a bundle, a compiled library, for sm_100a or sm_103a.
 
-GEMMs of 16-bit and of MXFP8 operands are kernels of this folder. GEMMs that decode weights are the portable kernels
-that architectures share, with the tiles of portable/configs.py.
+GEMMs of 16-bit and of MXFP8 operands are kernels of this folder. GEMMs that decode weights are portable kernels, with
+the tiles of portable/configs.py. Plain Python, which imports no compiler.
 """
 
 from __future__ import annotations
@@ -61,5 +61,8 @@ _SPILLING = [
     )
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
-"""Compiler diagnostics that a build accepts, by spec name. If a kernel has warps that gather rows, a thread of an
-epilogue has only 208 registers. This is too few for these kernels, which spill once a tile."""
+"""Compiler diagnostics that a build accepts, by spec name.
+
+In a kernel that has warps to gather rows, an epilogue's threads have only 208 registers each. This is too few for these
+kernels, which spill once a tile.
+"""

@@ -1,7 +1,8 @@
 """A model of a grouped GEMM's time on Blackwell. Nothing is measured: no GPU has run the kernels.
 
-The numbers of a B200 are from its data sheet, except the bytes that an SM's shared and tensor memory deliver in a
-cycle, which are guesses from Hopper's numbers. docs/blackwell.md has the model of some layers, term by term.
+The numbers of a B200 are from its data sheet, with two exceptions: the bytes that an SM's shared memory and tensor
+memory deliver in a cycle are guesses from Hopper's numbers. docs/blackwell.md computes some layers by this model, term
+by term.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Machine(NamedTuple):
         macs: 16-bit multiply-adds of an SM in a cycle; twice as many in 8 bits.
         shared: bytes in a cycle that an SM's shared memory delivers.
         tensor: bytes in a cycle from an SM's tensor memory to registers.
-        launch_us: microseconds from launch to the first tile plus those from the last tile to the kernel's end.
+        launch_us: microseconds from the launch to the first tile, plus microseconds from the last tile to the end.
     """
 
     sms: int = 148
@@ -46,7 +47,7 @@ class TileCycles(NamedTuple):
     Attributes:
         mma: cycles of the tensor core.
         operands: cycles of shared memory, from which the tensor core reads A and B.
-        accumulators: cycles of tensor memory, whose sums go to registers once.
+        accumulators: cycles of tensor memory, from which the epilogue reads each sum once.
         loads: number of TMA instructions; not cycles.
     """
 
@@ -80,8 +81,10 @@ def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine =
 
 
 def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
-    """Return the modelled microseconds of a GEMM whose experts all have the same number of rows: a launch, plus the
-    longer of memory traffic and rounds of tiles."""
+    """Return the modelled microseconds of a GEMM whose experts all have the same number of rows.
+
+    The time is a launch, plus memory traffic or the rounds of tiles, whichever takes longer.
+    """
     element_bytes = SWIZZLE_BYTES // tile.k
     weights = min(gemm.experts, gemm.rows) * gemm.columns * gemm.depth * element_bytes
     moved = weights + gemm.rows * (gemm.depth * element_bytes + 2 * gemm.stored)
@@ -91,7 +94,7 @@ def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
 
 
 class Wgrad(NamedTuple):
-    """The sizes of weight gradients [experts, columns, depth], each contracted over `average` rows."""
+    """The sizes of a weight gradient dw [experts, columns, depth], contracted over `average` rows of each expert."""
 
     experts: int
     average: int
@@ -105,8 +108,9 @@ class Wgrad(NamedTuple):
 
 
 class WgradTimes(NamedTuple):
-    """Modelled megabytes and microseconds of a weight gradient: of its GEMM, and of quantising its operands
-    (0 in 16 bits)."""
+    """Modelled traffic in megabytes and time in microseconds of a weight gradient: of its GEMM, and of quantising its
+    operands (0 for 16-bit operands).
+    """
 
     gemm_mb: float
     gemm_us: float
@@ -115,8 +119,10 @@ class WgradTimes(NamedTuple):
 
 
 def wgrad_times(wgrad: Wgrad, tile: TileConfig, machine: Machine = B200) -> WgradTimes:
-    """Return the modelled times of a weight gradient whose experts all have the same number of rows. The model reads
-    operands once and writes results in 16 bits."""
+    """Return the modelled times of a weight gradient whose experts all have the same number of rows.
+
+    The model assumes that operands are read once and that results have 16 bits.
+    """
     element_bytes = SWIZZLE_BYTES // tile.k
     moved = wgrad.elements * element_bytes + wgrad.experts * wgrad.columns * wgrad.depth * 2
     tiles = wgrad.experts * math.ceil(wgrad.columns / tile.m) * math.ceil(wgrad.depth / tile.n)

@@ -1,5 +1,6 @@
-"""Order of tiles in Blackwell's GEMMs: each CTA's tiles are fixed, without tickets. Plain Python, since the host needs
-the order, too.
+"""Compile-time choices of Blackwell's GEMMs: order of tiles and L2 policy. Each CTA's tiles are fixed (no tickets).
+
+Plain Python, since the host needs the choices, too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from ..specs import DgluSpec, GemmSpec, GroupedWgradSpec, WgradSpec
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """Return a GEMM's choices at compile time. Weight gradients mix tiles of light groups (at most WGRAD_LIGHT_ROWS
-    rows) and heavy groups. All other GEMMs except grouped_dglu make weights that are read once the first to leave L2.
-    Portable GEMMs do neither."""
+    """Return a GEMM's choices at compile time.
+
+    Weight gradients mix tiles of light groups (at most WGRAD_LIGHT_ROWS rows) with tiles of heavy groups. Other GEMMs
+    except grouped_dglu load weights that are read once with the L2 policy evict-first. Portable GEMMs do neither.
+    """
     if spec.tile.by_warps:
         return GemmPolicy()
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):

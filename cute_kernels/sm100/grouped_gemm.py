@@ -1,4 +1,4 @@
-"""The grouped GEMM of Blackwell: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
+"""Blackwell's grouped GEMM: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
 from __future__ import annotations
 
@@ -60,5 +60,7 @@ class GroupedMxfp8Gemm(GroupedGemm):
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Scales:
         """Host side: return the addresses of both operands' scales, which the mainloop brings to the tensor cores.
-        x_scale: the address of x's scales."""
+
+        x_scale: the address of x's scales.
+        """
         return Scales(x_scale, inputs.w_scale, Int32(w.shape[1]), inputs.gate)

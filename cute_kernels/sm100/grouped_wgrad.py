@@ -1,4 +1,4 @@
-"""The weight gradient of Blackwell, contracted over a group's rows: dw[e] = dy_e^T @ x_e over the rows of group e."""
+"""Blackwell's weight gradient: dw[e] = dy_e^T @ x_e, contracted over the rows of group e."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
     """The weight gradient in 16 bits, with the arguments of sm90.grouped_wgrad.GroupedWgrad.
 
     Attributes:
-        mainloop_types: the mainloop with TMA addresses that wrap around 2^64 (memory/ragged.py), and the mainloop
-            without them, for builds that avoid them (`cute_kernels/plain.py`).
+        mainloop_types: two classes. The first uses TMA addresses that wrap around 2^64 (memory/ragged.py); the second
+            does not, for builds that avoid such addresses (`cute_kernels/plain.py`).
     """
 
     role_registers = ACROSS_REGISTERS  # the scheduler walks light and heavy groups, with two cursors
@@ -40,8 +40,9 @@ class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
 
 
 class GroupedMxfp8Wgrad(GroupedWgrad):
-    """The weight gradient of dy [T, N] and x [T, K], which are quantised to MXFP8 by groups: blocks of 32 rows begin at
-    a group's first row."""
+    """The weight gradient of dy [T, N] and x [T, K] in MXFP8, quantised by groups: a group's first block of 32 rows
+    begins at the group's first row.
+    """
 
     mainloop_types = BlockScaledWgradMainloop, ClearingBlockScaledWgradMainloop
 
@@ -67,7 +68,7 @@ class GroupedMxfp8Wgrad(GroupedWgrad):
             dw: [E, N, K], the result.
             groups: address, encoding, count and tickets of schedule.groups.Groups.
             dw_table: the address of the offsets of experts' dw; 0: dw is packed.
-            mask: the address of bool [E], which says for each group whether it adds to dw; 0: `accumulate` decides.
+            mask: the address of bool [E]: group e adds to dw[e] if mask[e] is true; 0: `accumulate` decides.
             accumulate: without a mask, all groups add to dw if this is not 0; else all overwrite dw.
         """
         num_rows = Int32(x.shape[0])

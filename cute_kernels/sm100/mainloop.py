@@ -1,5 +1,7 @@
-"""Mainloops of Blackwell: Hopper's loads fill the ring of stages; tcgen05 MMAs, issued by one thread, read the stages
-and add into tensor memory."""
+"""Mainloops for Blackwell: the loads of Hopper's mainloops, with tcgen05 MMAs.
+
+Loads fill the ring of stages. One thread issues the MMAs, which read the stages and add into tensor memory.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ STEP_BITS = 256
 
 
 class TensorCoreMainloop(Mainloop):
-    """The multiplying half of a mainloop; its loading half is a class of sm90/mainloop.
+    """Mixin that multiplies by tcgen05 MMAs; a class of sm90/mainloop loads the operands.
 
-    Pipeline "stages": a stage is full as on Hopper. It is empty after 1 arrival, by a commit of the MMA warp, once its
-    MMAs have read it. In methods, `state` is the pipeline's state, and `work` the tile.
+    Pipeline "stages": a stage is full as on Hopper. It is empty after 1 arrival, by a commit of the MMA warp, once the
+    MMAs have read the stage. In methods, `state` is the pipeline's state, and `work` the tile.
     """
 
     # Number of warps that bring scales: in the gathering warpgroup, or the warp of epilogue loads if there is none.
@@ -47,7 +49,10 @@ class TensorCoreMainloop(Mainloop):
 
     def num_producers(self, gathers: Boolean) -> Int32:
         """Return how many threads arrive at a stage's full barrier: one for TMA, the threads that gather rows, and the
-        threads that bring scales. gathers: rows come by index."""
+        threads that bring scales.
+
+        gathers: True: rows come by index.
+        """
         return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + self.scale_arrivals)
 
     def smem_fields(self) -> dict[str, Any]:
@@ -87,8 +92,10 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Return the operands of MMAs: descriptors of A and of B, each (MMA, 1, step, stage). storage: the kernel's
-        shared memory."""
+        """Return the operands of MMAs: descriptors of A and of B, each (MMA, 1, step, stage).
+
+        A step is the part of a k-tile's depth that one MMA multiplies (`step_k`). storage: the kernel's shared memory.
+        """
         mma, (a, b) = self.tiled_mma(), self.operand_layouts()
         return (
             mma.make_fragment_A(storage.a.get_tensor(a.outer, swizzle=a.inner)),
@@ -109,8 +116,10 @@ class TensorCoreMainloop(Mainloop):
         self, acc: cute.Tensor, operands: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Compute acc = A B^T over all k-tiles of a tile; called by the MMA warp. operands: the result of
-        `operands_of`. Return the pipeline's advanced state."""
+        """Compute acc = A B^T over all k-tiles of a tile; called by the MMA warp. Return the pipeline's advanced state.
+
+        operands: the result of `operands_of`.
+        """
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -129,10 +138,11 @@ class TensorCoreMainloop(Mainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, first: cutlass.Constexpr[int],
         depth: Int32 | cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Issue the MMA of a k-tile's depth elements from `first` on, unless the k-tile ends before them.
+        """Issue one MMA of a k-tile, unless all of its elements are past `depth`.
 
         Args:
             operands: A and B of this MMA.
+            first: index, in the k-tile's depth, of the first element that the MMA multiplies.
             depth: how many elements of the k-tile must be multiplied (`depth_of`).
         """
         if first < depth:
@@ -144,7 +154,7 @@ class TensorCoreMainloop(Mainloop):
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Prepare a stage (a k-tile in shared memory) for its MMAs; called by the MMA warp.
+        """Prepare a stage (a k-tile in shared memory) for its MMAs: here do nothing. Called by the MMA warp.
 
         Args:
             operands: the result of `operands_of`.
@@ -179,9 +189,10 @@ class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
 class ClearingWgradMainloop(WgradMainloop):
     """The mainloop of weight gradients without TMA addresses that wrap around 2^64 (memory/ragged.py).
 
-    Without such addresses TMA cannot clip at a group's end, so it also loads rows past the end. Of these rows, the MMA
-    warp overwrites with zeros the ones that the group's last MMA multiplies: fewer rows than an MMA is deep. In shared
-    memory a row takes a line of 128 bytes for each 64 columns in 16 bits, or for each 128 columns in 8 bits.
+    Without such addresses TMA cannot clip at a group's end, so it also loads rows past the end. If the group's last MMA
+    would multiply some of these rows, the MMA warp first overwrites them with zeros. They are fewer rows than an MMA is
+    deep. In shared memory a row takes a line of 128 bytes for each 64 columns in 16 bits, or for each 128 columns in 8
+    bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -202,8 +213,10 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear_tail(self, stage: Int32, depth: Int32):
-        """Overwrite both operands' rows in a stage with zeros, from row `depth` to the end of the last MMA; do nothing
-        if `depth` is a multiple of an MMA's depth.
+        """Overwrite rows of both operands in a stage with zeros, from row `depth` to the last row that an MMA
+        multiplies.
+
+        Do nothing if `depth` is a multiple of an MMA's depth.
         """
         if (depth < self.tile.k) & (depth % self.step_k != 0):
             for rows, first in zip((self.rows_of_a, self.rows_of_b), self.places, strict=True):
@@ -213,7 +226,7 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
-        """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA.
+        """Overwrite rows of one operand in a stage with zeros, from row `depth` to the last row that an MMA multiplies.
 
         Args:
             rows: the operand's lines of 128 bytes; only their number is used.

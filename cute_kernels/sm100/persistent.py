@@ -1,4 +1,5 @@
-"""The kernel of all GEMMs in this folder: Hopper's kernel, except that one warp multiplies, into tensor memory.
+"""TensorMemoryGemm: the kernel of all GEMMs in this folder. Unlike in Hopper's kernel, one warp issues all MMAs, into
+tensor memory, and other warpgroups run epilogues.
 
 Persistent and warp-specialised, one CTA on each SM:
 
@@ -164,8 +165,10 @@ class TensorMemoryGemm(PersistentGemm):
     def _scale_role(
         self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Bring the scales of rows of x (rank 0) or of weights (rank 1) to shared memory, tile by tile; in a weight
-        gradient, rank 0 brings the scales of both operands."""
+        """Run a warp that brings scales to shared memory, tile by tile: of rows of x (rank 0) or of weights (rank 1).
+
+        In a weight gradient, rank 0 brings the scales of both operands.
+        """
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
         work = ring.get(ring_state)
@@ -179,8 +182,10 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, read: tuple, stages: Any, ring: WorkRing,
         memory: TensorMemory,
     ):  # fmt: skip
-        """Run the MMA warp: multiply tile by tile, into the two accumulators in turn. read: the operands of MMAs, from
-        `mainloop.operands_of`."""
+        """Run the MMA warp: multiply tile by tile, into the two accumulators in turn.
+
+        read: the operands of MMAs, from `mainloop.operands_of`.
+        """
         cute.arch.griddepcontrol_wait()
         layout = mainloop.accumulator_layout()
         ring_state, stage = ring.consumer_state(), mainloop.consumer_state()
@@ -200,8 +205,12 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, state: Any, stores: tuple, ring: WorkRing,
         memory: TensorMemory, index: Int32,
     ):  # fmt: skip
-        """Run an epilogue warpgroup: finish every second tile, from the accumulator with the warpgroup's index `index`
-        (0 or 1). state: the epilogue's state."""
+        """Run an epilogue warpgroup: finish every second tile.
+
+        Args:
+            state: the epilogue's state.
+            index: index of the warpgroup and of its accumulator, 0 or 1.
+        """
         cute.arch.griddepcontrol_wait()
         turns = Turns(EPILOGUE_BARRIER, self.shape.slots.shared, index)
         ring_state = ring.consumer_state()

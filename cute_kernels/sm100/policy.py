@@ -1,6 +1,6 @@
-"""The choice of tiles on Blackwell, by rules that no GPU has measured: SMALL for few rows an expert, else LARGE.
+"""The choice of tiles on Blackwell: SMALL for few rows an expert, else LARGE (configs.py). No GPU has measured it.
 
-This module is an `arch.ArchPolicy`, which describes its functions. Problems with decoded weights get portable tiles.
+`arch.ArchPolicy` describes the functions of this module. Problems with decoded weights get portable tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ than its MMAs. Not measured."""
 
 
 def _is_portable(problem: PolicyProblem) -> bool:
-    """Return True if a problem's weights are decoded: portable kernels serve such problems."""
+    """Return True if a problem's weights are decoded; portable kernels compute such problems."""
     return OPERANDS[problem.operands].decodes
 
 
@@ -47,8 +47,10 @@ def rows_decide(problem: PolicyProblem) -> bool:
 
 
 def fixed_tile(problem: PolicyProblem) -> TileConfig:
-    """Return SMALL for at most MOST_ROWS rows an expert, else LARGE; if only one tile ships, that tile. Portable
-    kernels have their own rule."""
+    """Return the only tile that ships or, of two, SMALL for at most MOST_ROWS rows an expert on average, else LARGE.
+
+    Portable kernels have their own rule.
+    """
     if _is_portable(problem):
         return portable.fixed_tile(problem)
     if not rows_decide(problem):

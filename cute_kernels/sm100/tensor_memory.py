@@ -1,11 +1,12 @@
-"""Accumulators in tensor memory: who writes, reads and frees them.
+"""Accumulators in tensor memory: their place, and who writes, reads and frees them.
 
-Tensor memory has 128 lanes of 512 columns of 32 bits. An accumulator of 128 x n takes n columns of all lanes; row r is
-in lane r (PTX ISA, "Data path layout organization", M = 128). A warp can read 32 lanes, from lane 32 (warp % 4) on.
+Tensor memory has 128 lanes of 512 columns of 32 bits. A CTA has two accumulators; its tile number `turn` (0, 1, ...)
+uses accumulator turn % 2. An accumulator of 128 x n takes n columns of all lanes; row r is in lane r (PTX ISA, "Data
+path layout organization", M = 128). A warp can read 32 lanes, from lane 32 (warp % 4) on.
 
-`tcgen05.ld.16x256b` reads 16 lanes and 8 columns, and leaves them in registers as an MMA of 16 x 8 would. So a slab, 64
-rows, is 16 lanes of each of a warpgroup's four warps, and epilogues find accumulators in the same registers as after
-Hopper's wgmma (epilogue/fragments.py). The CTA's tile number `turn` (0, 1, ...) uses accumulator turn % 2.
+`tcgen05.ld.16x256b` reads 16 lanes and 8 columns, and leaves them in registers as an MMA of 16 x 8 would. So a slab (64
+rows) is 16 lanes of each of a warpgroup's four warps, and epilogues find accumulators in the same registers as after
+Hopper's wgmma (epilogue/fragments.py).
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ NUM_BARRIERS = 2 * NUM_ACCUMULATORS
 
 
 class TensorMemory(Invariant):
-    """A CTA's two accumulators and their mbarriers, and further columns of tensor memory after them.
+    """A CTA's two accumulators, their mbarriers, and further columns of tensor memory after the accumulators.
 
-    Barrier "full" of an accumulator: 1 arrival, by the commit of the MMA warp. "empty": an arrival of each thread of
-    the warpgroup that reads the accumulator.
+        barrier of an accumulator    arrivals
+        full                         1, by the commit of the MMA warp
+        empty                        1 of each thread of the warpgroup that reads the accumulator
 
     Args:
         barriers: NUM_BARRIERS mbarriers.
-        place: the place in shared memory to which the allocation writes the address of the columns.
-        more: number of columns after the accumulators.
+        place: the word in shared memory to which the allocation writes the address of the columns.
+        more: number of columns after the accumulators, for scales.
     """
 
     def __init__(self, tile: TileConfig, barriers: cute.Pointer, place: cute.Pointer, more: int = 0):
@@ -98,8 +100,9 @@ class TensorMemory(Invariant):
 
 
 class TileAccumulators(Accumulators):
-    """A tile's accumulators, read slab by slab by the warpgroup that finishes the tile. Reading the last slab frees the
-    accumulator.
+    """A tile's sums in tensor memory, read slab by slab by the warpgroup that runs the tile's epilogue.
+
+    Reading the last slab frees the accumulator.
 
     Args:
         index: index of the accumulator, 0 or 1.
@@ -130,7 +133,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
-        """Read the `part`-th READ_COLUMNS columns of a slab into the registers of `acc` that hold these columns."""
+        """Read columns part * READ_COLUMNS to (part + 1) * READ_COLUMNS - 1 of a slab into their registers of `acc`."""
         memory = self.memory
         column = self.index * memory.tile.n + part * READ_COLUMNS
         address = memory.base.toint() + column + slab * (SLAB_LANES * LANE)
@@ -147,11 +150,12 @@ class TileAccumulators(Accumulators):
 
 
 class ShuffledAccumulators(TileAccumulators):
-    """A tile's accumulators, read by `tcgen05.ld.32x32b`, one row in each lane, and then exchanged between a warp's
-    lanes. A build uses this class if it avoids the construct "tmem_loads" (plain.py).
+    """A tile's sums in tensor memory, read by `tcgen05.ld.32x32b` and shuffles, for builds that avoid the construct
+    "tmem_loads" (plain.py).
 
-    For each 8 columns lane l needs columns 2 (l % 4) and 2 (l % 4) + 1 of the slab's rows l / 4 and l / 4 + 8. A
-    shuffle sends the same register of each lane, so each value takes four shuffles, one for each l % 4.
+    The load gives each lane one row. Then the lanes of a warp exchange values: for each 8 columns, lane l needs columns
+    2 (l % 4) and 2 (l % 4) + 1 of the slab's rows l / 4 and l / 4 + 8. A shuffle sends the same register of each lane,
+    so each value takes four shuffles, one for each l % 4.
     """
 
     @cute.jit

@@ -9,5 +9,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return dglu.trace(spec, GroupedGemm, Epilogue)

@@ -7,5 +7,5 @@ from ..decoded_gemm import DecodedGemm, RoundingEpilogue
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return glu_decoded.trace(spec, DecodedGemm, RoundingEpilogue)

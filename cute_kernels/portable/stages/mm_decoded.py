@@ -8,5 +8,5 @@ from ..decoded_gemm import DecodedGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return mm_decoded.trace(spec, DecodedGemm, LinearEpilogue)

@@ -9,5 +9,5 @@ from ..decoded_lines import DecodedLinesGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return mm_decoded.trace(spec, DecodedLinesGemm, LinearEpilogue)

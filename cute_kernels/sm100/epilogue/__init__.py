@@ -1,2 +1,4 @@
-"""Epilogues of Blackwell. They are Hopper's, except for loads and stores of slabs: in tensor memory the 64 rows of a
-slab lie in four places of a tile."""
+"""Epilogues for Blackwell. They are Hopper's, except for loads and stores of slabs (64 rows).
+
+In tensor memory the rows of a slab are not neighbours: they are four runs of 16 rows of the tile (store.py).
+"""

@@ -1,5 +1,4 @@
-"""The epilogue of grouped_dglu: Hopper's, except that preactivations are loaded in boxes of 16 rows, as results are
-stored."""
+"""Blackwell's epilogue of grouped_dglu: Hopper's, but with preactivations loaded in boxes of 16 rows (store.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ from .store import box_copies, boxes_at
 
 
 def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
-    """Make the TMA descriptor for loading a slot of preactivations box by box, in host code. tensor: the
-    preactivation."""
+    """Host side: make the TMA descriptor that loads boxes of 16 rows of preactivations into a slot.
+
+    tensor: the preactivation, [T, 2I] or, without a gate, [T, I].
+    """
     smem = smem_layout(tensor.element_type, rows=SLAB_LANES)
     op = cpasync.CopyBulkTensorTileG2SOp()
     return preact.PreactLoads(*cpasync.make_tiled_tma_atom(op, layout.view(tensor), smem, (SLAB_LANES, COLS)))

@@ -1,4 +1,4 @@
-"""Epilogue of a fused FC1 in MXFP8: the activation is stored as E4M3, with a scale for each 32 columns of a row."""
+"""Blackwell's epilogue of a fused FC1 in MXFP8: stores the activation as E4M3, with a scale for each 32 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Storing tiles without TMA: the storing warp itself writes a slot's rows up to the group's end."""
+"""Stores of tiles without TMA, for builds that avoid TMA addresses that wrap (plain.py): the storing warp itself writes
+a slot's rows, up to the group's end."""
 
 from __future__ import annotations
 
@@ -15,14 +16,18 @@ from . import store
 
 
 class RowSlots(store.Slots):
-    """A warpgroup's slots, stored without TMA. A lane writes DIVISOR (8) columns of a row at a time, since a
-    row's columns are a multiple of 8, but its bytes need not be a multiple of 16.
+    """A warpgroup's slots, stored without TMA.
+
+    A lane writes DIVISOR (8) columns of a row at a time. A row has a multiple of 8 columns, but its bytes need not be a
+    multiple of 16.
     """
 
     @cute.jit
     def start(self, atom: None, tile: Place, slot: Int32 | int, policy: Int64 | None = None):
-        """Write a published slot to `tile`; called by the storing warp. When this returns, its lanes have read the
-        slot. policy: not used."""
+        """Write a published slot to `tile`; called by the storing warp. policy: not used.
+
+        When this returns, all lanes have read the slot.
+        """
         lanes_a_row = self.cols // DIVISOR
         lane = self.thread % WARP
         first, part = lane // lanes_a_row, lane % lanes_a_row

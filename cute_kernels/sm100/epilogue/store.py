@@ -1,7 +1,7 @@
-"""Storing tiles: the 64 rows of a slot lie in four places of a tile, 16 rows of each warp.
+"""Stores of tiles from tensor memory, where a slab's 64 rows are not neighbours but four runs of 16 rows.
 
-Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w, with s = 0, 1 and r = 0 .. 15. So slab s consists of four
-boxes of 16 rows, 32 rows apart, and a slot is stored or loaded by one TMA copy for each box.
+Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w, with s = 0, 1 and r = 0 .. 15. So slab s is four boxes of
+16 rows, which begin 32 rows apart. One TMA copy stores or loads each box; four copies store or load a slot.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ BOX_STEP = WARP_LANES // SLAB_LANES
 
 
 def boxes_at(tensor: cute.Tensor, row: Int32, col: Int32 | int, cols: int) -> cute.Tensor:
-    """Return the boxes of 16 rows and `cols` columns from (row, col) on, as a tensor (16 rows, columns, box)."""
+    """Return boxes of 16 rows by `cols` columns as a tensor (16 rows, columns, box).
+
+    The boxes begin at column `col` and at rows `row`, `row` + 16, `row` + 32, ...
+    """
     return cute.local_tile(cute.domain_offset((row, col), tensor), (SLAB_LANES, cols), (None, 0))
 
 
 def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot: Int32 | int) -> list[tuple]:
-    """Return, for each box of a slot, its views in shared and in global memory, partitioned for TMA.
+    """Return a pair for each box of a slot: its view in shared memory and its view in global memory, partitioned for
+    TMA.
 
     Args:
         slots: all slots.
@@ -48,13 +52,15 @@ class BoxStore(store.RaggedStore):
     rows."""
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """Return the boxes of 16 rows at column `col` of `group`, whose first row is the slab's first."""
+        """Return the boxes of 16 rows at column `col` of `group`, a tensor whose first row is the slab's first row."""
         return boxes_at(group, Int32(0), col, cols)
 
 
 def make_store(tensor: cute.Tensor, cols: int) -> BoxStore:
-    """Make the TMA descriptor for storing a slot's boxes into tensor (T, columns[, half]), in host code. cols: columns
-    of a slot."""
+    """Host side: make the TMA descriptor for storing a slot's boxes into a tensor (T, columns[, half]).
+
+    cols: columns of a slot.
+    """
     return BoxStore(*store.make_store(tensor, SLAB_LANES, cols))
 
 
@@ -74,8 +80,10 @@ class Slots(store.Slots):
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start to store a published slot's boxes; called by the storing warp alone. policy: a cache policy for L2;
-        None: the default."""
+        """Start to store a published slot's boxes; called by the storing warp alone.
+
+        policy: L2 policy; None: the default.
+        """
         for source, target in box_copies(atom, self.smem, tile, slot):
             cute.copy(atom, source, target, cache_policy=policy)
         cute.arch.cp_async_bulk_commit_group()

@@ -1,5 +1,4 @@
-"""Epilogue of a weight gradient: Hopper's, except that dw is stored, and loaded if a group adds to it, in boxes of 16
-rows."""
+"""Blackwell's epilogue of a weight gradient: Hopper's, but dw is stored and loaded in boxes of 16 rows (store.py)."""
 
 from __future__ import annotations
 
@@ -33,10 +32,12 @@ class WgradEpilogue(wgrad.WgradEpilogue):
     loads_type = SlotLoads
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
-        """Return the first row of dw of the warpgroup's slabs."""
+        """Return the first row of dw in the warpgroup's share; here the unit is rows, not slabs."""
         return work.m_tile * self.tile.m
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
-        """Return the boxes of 16 rows of a slab (64 rows) of dw in columns from column * `cols` on. first_row: the
-        first row of slab 0."""
+        """Return the boxes of 16 rows of a slab (64 rows) of dw, in `cols` columns from column * `cols` on.
+
+        first_row: the first row of slab 0.
+        """
         return boxes_at(dw, first_row + slab * SLAB_LANES, column * self.cols, self.cols)

@@ -1,2 +1,4 @@
-"""Blackwell's GEMMs to compile, one module for each kind of spec: its `trace` joins a launch and a kernel of this
-architecture."""
+"""Blackwell's GEMMs to compile, one module for each operator and operand format.
+
+Each module's `trace` takes a spec. It joins the operator's launch (launches/) and this architecture's kernel.
+"""

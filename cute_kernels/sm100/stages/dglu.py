@@ -1,5 +1,4 @@
-"""Blackwell's grouped_dglu in 16 bits: dpreact, act and partial sums of d_row_scale from x, w and preact
-(launches/dglu.py)."""
+"""Blackwell's grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale."""
 
 from ...launches import dglu
 from ...specs import DgluSpec
@@ -9,5 +8,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return dglu.trace(spec, GroupedGemm, DgluEpilogue)

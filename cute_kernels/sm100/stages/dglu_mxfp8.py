@@ -1,5 +1,7 @@
-"""Blackwell's grouped_dglu in MXFP8: dpreact, act and partial sums of d_row_scale from x, w and preact. x and w
-[E, I, H] (w2 transposed) are quantised along the contraction H."""
+"""Blackwell's grouped_dglu(x, w, preact) with x and w in MXFP8: computes dpreact, act and partial sums of d_row_scale.
+
+w is [E, I, H], the transpose of w2. x and w are quantised along the contraction H.
+"""
 
 from ...sm90.stages.dglu_mxfp8 import Dglu
 from ...specs import DgluSpec
@@ -9,5 +11,5 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Dglu(spec, GroupedMxfp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))

@@ -1,5 +1,4 @@
-"""Blackwell's grouped_mm with x and w in MXFP8 and plain scales, [T, K / 32] and [E, N, K / 32]: y = grouped_mm(x,
-w)."""
+"""Blackwell's y = grouped_mm(x, w) with x and w in MXFP8. Scales of x are [T, K / 32], scales of w [E, N, K / 32]."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...sm90.stages.mm_mxfp8 import Mm
@@ -9,5 +8,5 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Mm(GroupedMxfp8Gemm(spec, LinearEpilogue(DTYPES[spec.dtype], spec.tile))))

@@ -1,5 +1,7 @@
-"""Blackwell's grouped_wgrad with dy and x in MXFP8: dw = grouped_wgrad(dy, x). A block, which has one scale, is 32 rows
-of a column; blocks begin at a group's first row."""
+"""Blackwell's dw = grouped_wgrad(dy, x) with dy and x in MXFP8.
+
+A scale is for a block of 32 rows of a column. A group's first block begins at the group's first row.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -30,5 +32,5 @@ class Wgrad:
 
 
 def trace(spec: WgradSpec) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile."""
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Wgrad(spec))
