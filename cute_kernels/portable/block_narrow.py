@@ -1,9 +1,9 @@
-"""Weights in E4M3 with a float32 scale for each block of 128 x 128, decoded on their way to mma.sync.
+"""E4M3 weights with a float32 scale for each block of 128 x 128, decoded between shared memory and mma.sync.
 
-Elements are decoded as in narrow.py, but the scales are no powers of two: a pair of elements becomes two float32
-numbers, which are multiplied by the block's scale and rounded to bfloat16. The result equals the weight dequantised to
-bfloat16. Scaling a pair takes 5 instructions; with powers of two it takes 1. A stage holds 64 elements of a weight row,
-half a block, so each weight row has one scale in a stage.
+Elements are decoded as in narrow.py, but here a scale need not be a power of two. So a pair of elements becomes two
+float32 numbers, which are multiplied by the block's scale and rounded to bfloat16. The result equals the weight
+dequantised to bfloat16. Scaling a pair takes 5 instructions; with powers of two it takes 1. A stage holds 64 elements
+of a weight row, half a block, so each weight row has one scale in a stage.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from .sources import Weights
 
 
 class PendingScales(Invariant):
-    """Registers for the scales that a thread is loading: the bits of one float32 number for each k-tile of a run (the
-    k-tiles between two barriers)."""
+    """Registers for the scales that a thread is loading: the bits of one float32 number for each k-tile of a run.
+
+    A run is the k-tiles between two barriers (mainloop.py).
+    """
 
     def __init__(self, run: int):
         self.words = cute.make_rmem_tensor(run, Int32)
         self.words.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
-        """Return the float32 scale, as bits, for k-tile number `place` of the run.
+        """Return the scale of k-tile number `place` of the run, as the bits of a float32 number.
 
         block: always 0, since a k-tile lies in one scale block.
         """
@@ -40,10 +42,13 @@ class PendingScales(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scale of k-tile `tile` of the contraction, which is number `place` of its run, into a
-        register.
+        """Start to load the scale of one k-tile into a register.
 
         Past the last block, use scale 0, since a stale NaN scale would turn padding zeros into NaN.
+
+        Args:
+            place: index of the k-tile in its run.
+            tile: index of the k-tile in the contraction.
         """
         number = tile // (BLOCK // DEPTH)
         self.words[place] = Int32(0)
@@ -52,10 +57,10 @@ class PendingScales(Invariant):
 
 
 def product_in_float32(pair: Int32, scale: Int32) -> Int32:
-    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16.
+    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16, in a 32-bit word.
 
     Args:
-        pair: the two numbers in a word.
+        pair: the two numbers in a 32-bit word.
         scale: the bits of the float32 number.
     """
     ptx = """{
@@ -73,8 +78,10 @@ def product_in_float32(pair: Int32, scale: Int32) -> Int32:
 
 
 class BlockScaled(Narrow):
-    """An operand of weights with float32 block scales. Its multipliers, in registers and in shared memory, are the bits
-    of these scales instead of bfloat16 numbers.
+    """Mixin for an operand of weights with float32 block scales.
+
+    The multipliers of `Narrow`, in registers and in shared memory, are here the bits of float32 scales instead of
+    bfloat16 numbers.
     """
 
     def make_pending(self, weights: Format) -> PendingScales:
@@ -102,8 +109,9 @@ def block_narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Return the addresses from which a thread copies weights and loads float32 block scales. Past an expert's last
-    weight row, the scales of the last weight row are read again.
+    """Return the addresses from which a thread copies weights and loads float32 block scales.
+
+    Threads past an expert's last weight row read the scales of the last weight row again.
 
     Args:
         lines: the addresses of the thread's weight rows.

@@ -26,12 +26,17 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the activation form and the layout form of an FC1 kernel: keys of specs.ACTIVATION_FORMS and
-    specs.LAYOUT_FORMS.
+    """Return which FC1 kernel computes an activation and a gate layout, as (activation form, layout form): keys of
+    specs.ACTIVATION_FORMS and specs.LAYOUT_FORMS.
 
-    One kernel serves all merged activations (`formulas.Formula.is_merged`) that have a gate, another all that have
-    none. A gated kernel serves every gate layout if I is a multiple of 32 (form "blocked"), otherwise "concat" and
-    "interleaved" (form "strided"). With transposed weights, each gate layout has a kernel of its own. width: I.
+    A form is a set of activations or layouts for which there is one kernel:
+
+        activations    one form for all merged activations (`formulas.Formula.is_merged`) that have a gate, another for
+                       all that have none
+        layouts        "blocked": every gate layout, if I is a multiple of 32. "strided": "concat" and "interleaved",
+                       for any other I. With transposed weights, each gate layout is a form of its own.
+
+    width: I.
     """
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:
@@ -40,7 +45,7 @@ def glu_form(
 
 
 def second_tile(first: TileConfig) -> TileConfig:
-    """Return `first`: both GEMMs of a layer (FC1 and FC2, or grouped_dglu and the data gradient) have the same tile."""
+    """Return `first`: both GEMMs of a layer (FC1 and FC2, or grouped_dglu and the data gradient) use the same tile."""
     return first
 
 
@@ -55,7 +60,10 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
 
 
 ALLOWED_DIAGNOSTICS = {MhcSpec("project", dtype, 8, arch="sm_90").name: ("spills",) for dtype in DTYPES}
-"""Compiler diagnostics that a build accepts, by spec name. Here: the mHC kernel "project" for 8 streams spills 4 bytes
-in its kernel for float32 weights (mhc/project_exact.py) on sm_90, an architecture whose kernels only our tests run. The
-two known remedies spill on other architectures: copying in shorter runs spills 8 bytes on sm_120; computing the
-weight's addresses anew in each step spills 4 bytes on sm_80."""
+"""Compiler diagnostics that a build accepts, by spec name.
+
+On sm_90, the mHC kernel "project" for 8 streams spills 4 bytes in its kernel for float32 weights
+(mhc/project_exact.py). Only our tests run the kernels of sm_90. The two known remedies spill on other architectures:
+copying in shorter runs spills 8 bytes on sm_120; computing the weight's addresses anew in each step spills 4 bytes on
+sm_80.
+"""

@@ -1,5 +1,7 @@
-"""The grouped GEMM of 16-bit rows of x and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks), which are decoded on
-their way from shared memory to mma.sync."""
+"""The portable grouped GEMM of 16-bit rows of x and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks).
+
+Stages hold the weights' bytes as in memory; each warp decodes them in registers, between shared memory and mma.sync.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,8 +30,9 @@ BLOCK_REGS = 2 * MXFP8.block // 4
 class RoundingEpilogue(ActivationEpilogue):
     """Epilogue of a fused FC1 with decoded weights: act = activation(acc + bias) * scale[row].
 
-    If the operands require that `act` holds values of MXFP8 (`rounds`), each result is rounded to the value that it
-    would have after quantisation from float32 to MXFP8, in blocks of 32 columns, and dequantisation.
+    Some operand formats require that `act`, in 16 bits, holds only values of MXFP8 (`rounds`). Then each result is
+    rounded to the value that it would have after quantisation from float32 to MXFP8, in blocks of 32 columns, and
+    dequantisation.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
@@ -50,9 +53,10 @@ class RoundingEpilogue(ActivationEpilogue):
 
 
 def _round(outputs: cute.Tensor, first: int) -> None:
-    """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8.
+    """Round a thread's eight results in one row of a block (32 columns) to values of MXFP8, in place.
 
     Three other lanes hold the row's other 24 results in the block; shuffles find the greatest magnitude of all 32.
+
     first: index of the first of the eight registers.
     """
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
@@ -67,7 +71,7 @@ def _round(outputs: cute.Tensor, first: int) -> None:
 
 
 class DecodedGemm(GroupedGemm):
-    """The grouped GEMM of 16-bit rows of x and quantised weights that are decoded. weights: the weights' format."""
+    """The grouped GEMM of 16-bit rows of x and quantised weights, which it decodes. weights: the weights' format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -87,8 +91,11 @@ class DecodedGemm(GroupedGemm):
         """Launch the kernel on `stream`.
 
         Args:
+            x: [T, K], 16-bit.
+            w: quantised weights of all experts.
+            y: the result; its first dimension is T.
             groups: the first four fields of `Groups`.
-            inputs: the epilogue's inputs.
+            inputs: the epilogue's inputs, which also hold the address of the weights' scales.
             position: ignored, since CTAs draw no tickets (`GroupedGemm.launch`).
         """
         GroupedGemm.launch(

@@ -1,9 +1,9 @@
-"""The grouped GEMM that contracts over quantised weights' rows, for every GPU since Ampere: y[row] = epilogue(x[row] @
-w[e]), with w [E, K, N].
+"""The portable grouped GEMM that contracts over the rows of quantised weights: y[row] = epilogue(x[row] @ w[e]), with w
+[E, K, N].
 
-A stage holds weights as they lie in memory. When a k-tile has arrived, all threads decode it to 16-bit numbers in
-shared memory (decoding/lines.py). After a second barrier, ldmatrix reads these numbers like transposed weights of 16
-bits.
+A stage holds a k-tile of weights as they lie in memory. When a k-tile has arrived, all threads decode it to 16-bit
+numbers in shared memory (decoding/lines.py). After a second barrier, ldmatrix reads these numbers like transposed
+16-bit weights.
 """
 
 from typing import Any, NamedTuple
@@ -43,8 +43,11 @@ class PortableLines(DecodedLines):
 
 
 class DecodedAcross(Operand):
-    """An operand of quantised weights. A stage holds 64 weight rows by `width` columns as they lie in memory. Another
-    buffer in shared memory, before the stages, holds the 16-bit numbers of the k-tile that was decoded last."""
+    """An operand of quantised weights that is contracted over weight rows.
+
+    A stage holds a k-tile, 64 weight rows by `width` columns, as it lies in memory. One more buffer in shared memory,
+    before the stages, holds the 16-bit numbers of the k-tile that was decoded last.
+    """
 
     decodes = True
 
@@ -65,27 +68,37 @@ class DecodedAcross(Operand):
         self.of_thread.copy(sources, self._slot(stage), k)
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
-        """Write the previous k-tile's scales, which have arrived in registers, to its stage `before`; start to load the
-        scales of k-tile `tile`."""
+        """Start to load the scales of k-tile `tile` into registers, and write those of the previous k-tile, which have
+        arrived there, to its stage `before`.
+        """
         self.of_thread.start_loads(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
-        """Decode the quantised weights of a stage, whose copy has ended, to 16-bit numbers in the buffer before the
-        stages. `columns` reads them there. stage: the stage's index."""
+        """Decode the weights of a stage to 16-bit numbers in the buffer before the stages, where `columns` reads them.
+
+        stage: index of the stage, whose copy has ended.
+        """
         # The accumulators leave no registers for all chunks of 8-bit elements at once: sm_120 spills 144 bytes.
         for time in self.of_thread.times:
             chunks, scales = self.of_thread.read(self._slot(stage), (time,))
             self.of_thread.write(chunks, scales, self.smem, (time,))
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
-        """Read, of the k-tile that was decoded last, the 16 columns from 16 * `pair` on in step `k` (16 weight rows).
-        Return them as words of mma.sync's operand b."""
+        """Read columns 16 * `pair` to 16 * `pair` + 15 of the k-tile that was decoded last, in step `k` (16 weight
+        rows). Return them as words of mma.sync's operand b.
+        """
         self.numbers.smem = self.smem
         return self.numbers.columns(Int32(0), pair, k)
 
 
 class Operands(NamedTuple):
-    """Rows of x, experts' quantised weights, and the number of contracted weight rows (`depth`)."""
+    """Inputs of the mainloop.
+
+    Attributes:
+        rows: the rows of x.
+        experts: experts' quantised weights.
+        depth: number of weight rows of an expert, over which the GEMM contracts.
+    """
 
     rows: Rows
     experts: Experts
@@ -93,8 +106,10 @@ class Operands(NamedTuple):
 
 
 class DecodedLinesGemm(GroupedGemm):
-    """The grouped GEMM of 16-bit rows of x and quantised weights w [E, K, N] that contracts over weight rows (K).
-    weights: the weights' format."""
+    """The grouped GEMM of 16-bit rows of x and quantised weights w [E, K, N], contracted over weight rows (K).
+
+    weights: the weights' format.
+    """
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -111,8 +126,11 @@ class DecodedLinesGemm(GroupedGemm):
         """Launch the kernel on `stream`.
 
         Args:
+            x: [T, K], 16-bit.
+            w: [E, K, words or bytes of a row], quantised.
+            y: [T, N], the result.
             groups: the first four fields of `Groups`.
-            inputs: the epilogue's inputs.
+            inputs: the epilogue's inputs, which also hold the address of the weights' scales.
             position: ignored, since CTAs draw no tickets (`GroupedGemm.launch`).
         """
         columns = Int32(y.shape[1])

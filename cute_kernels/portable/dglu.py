@@ -1,7 +1,7 @@
 """The epilogue of grouped_dglu in portable kernels, which have no load warp.
 
-After the mainloop, all of a tile's preactivations are copied into the stages' memory, 8 KB a slot, and their gradients
-overwrite them there (epilogue/preact.py).
+After the mainloop, all preactivations of a tile are copied into slots (8 KB each) in the stages' shared memory. There
+their gradients overwrite them (epilogue/preact.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from .store import RowStore, Slots, make_store
 
 
 class PreactSlots(Invariant):
-    """Slots (8 KB of shared memory each) of all chunks (64 x 64 outputs) of a tile. Each chunk has one slot for act,
-    then the slots of its preactivation: two with a gate, else one. This object is the `ring` of a `PreactPair`
-    (epilogue/preact.py), but no slot is used twice in a tile."""
+    """The slots (8 KB of shared memory each) of all chunks (64 x 64 outputs) of a tile.
+
+    Each chunk has one slot for act, followed by the slots of its preactivation: two with a gate, else one. This object
+    is the `ring` of a `PreactPair` (epilogue/preact.py), although no slot is used twice in a tile.
+    """
 
     def __init__(self, slots: Slots, layout: PreactLayout):
         self.slots, self.layout, self.smem = slots, layout, slots.smem
@@ -43,7 +45,7 @@ class PreactSlots(Invariant):
         """Start to copy a chunk's preactivations into their slots.
 
         Args:
-            preact: the store of the preactivations.
+            preact: locates the preactivations in global memory.
             row, column: row and column of the chunk's first output.
         """
         for slot in range(self.layout.slots):
@@ -58,7 +60,7 @@ class PreactSlots(Invariant):
 
 
 class Pair(PreactPair):
-    """A thread's access to the preactivations of a chunk in its slots, by loads of two elements at a time."""
+    """A thread's access to a chunk's slots of preactivations; it loads two elements at a time."""
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
         for i in range(cute.size(target) // 2):

@@ -41,9 +41,9 @@ class GroupedGemm(TileKernel):
     """The portable grouped GEMM: y[row] = epilogue(x[row] @ w[e]^T) with w [E, N, K].
 
     Args:
-        transposed: w is [E, K, N], and y[row] = epilogue(x[row] @ w[e]).
-        in_halves: there are two transposed w, one for each half of x's columns; the second half is contracted after the
-            first.
+        transposed: True: w is [E, K, N], and y[row] = epilogue(x[row] @ w[e]).
+        in_halves: True: y[row] = epilogue(x[row, :K / 2] @ w[e] + x[row, K / 2 :] @ w_up[e]), with two transposed
+            weights w and w_up. The second half is contracted after the first.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class GroupedGemm(TileKernel):
         """Launch the kernel on `stream`.
 
         Args:
+            x: [T, K], or the tensor that `rows` selects rows from.
+            w: weights of all experts, see the class.
             outputs: the tensors that the epilogue stores.
             groups: the first four fields of `Groups`.
             w_table: the address of experts' offsets, as in `weight_view`; 0: w is packed.

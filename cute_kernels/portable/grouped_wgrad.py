@@ -1,7 +1,8 @@
-"""The weight gradient, whose contraction is a group's rows: dw[e] = dy_e^T @ x_e over the rows of group e.
+"""The portable weight gradient: dw[e] = dy_e^T @ x_e, contracted over the rows of group e.
 
-One CTA makes each element of dw in one pass, and adds the previous dw if the group accumulates, so the result is
-deterministic. An empty group leaves dw as it was if it accumulates, and otherwise overwrites dw with zeros.
+A group overwrites dw[e] or adds to it. One CTA computes each element of dw in one pass, and adds the previous dw if the
+group adds, so the result is deterministic. An empty group that adds leaves dw[e] as it was; an empty group that
+overwrites stores zeros.
 """
 
 from __future__ import annotations
@@ -32,15 +33,18 @@ from .store import Place, Slots
 
 
 class WgradWalk(SameTiles, TileWalk):
-    """The tile scheduler of the weight gradient: every group, even an empty one, has the same tiles, which cover its
-    dw. The warps that multiply also find their tiles."""
+    """The tile scheduler of the weight gradient.
+
+    Every group, even an empty one, has the same tiles, which cover its dw. The warps that multiply also find their
+    tiles, as there is no scheduler warp.
+    """
 
 
 class WgradInputs(NamedTuple):
     """Run-time inputs of the epilogue.
 
     Attributes:
-        base, address: the address of dw, and experts' offsets from it (memory/weights.py).
+        base, address: the address of dw, and the offset of each expert's dw from it (memory/weights.py).
         rows, columns: number of rows and columns of an expert's dw.
         mask: the address of bool [E], True for each group that adds to dw; 0: `accumulate` decides for all groups.
         accumulate: read only if there is no mask. Not 0: all groups add to dw; 0: all groups overwrite dw.
@@ -62,8 +66,7 @@ class WgradState(Invariant):
 
 
 class WgradEpilogue(Invariant):
-    """Epilogue of a weight gradient: converts accumulators to dw's dtype and stores them, overwriting dw or adding to
-    it."""
+    """Epilogue of a weight gradient: converts accumulators to dw's dtype, then overwrites dw or adds to it."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile):
         self.dtype, self.tile = dtype, tile
@@ -98,7 +101,7 @@ class WgradEpilogue(Invariant):
 
 
 class Operands(NamedTuple):
-    """Inputs of the weight gradient's mainloop: the rows of dy and the rows of x that it contracts."""
+    """Inputs of the weight gradient's mainloop: the rows of dy and of x, over which it contracts."""
 
     dy: Rows
     x: Rows
@@ -124,6 +127,9 @@ class GroupedWgrad(TileKernel):
         """Launch the kernel on `stream`.
 
         Args:
+            dy: [T, N], or the tensor that row indices select from.
+            x: [T, K], or the tensor that row indices select from.
+            dw: [E, N, K], the result.
             groups: the first four fields of `Groups`.
             rows: the addresses of the indices of dy's rows and of x's rows; 0: rows lie in order. At least one of the
                 two is 0.

@@ -1,12 +1,16 @@
-"""The portable mainloop: cp.async fills stages in shared memory, ldmatrix and mma.sync read them.
+"""The portable mainloop: cp.async fills stages in shared memory, ldmatrix reads them, mma.sync multiplies.
 
-Four warps share a tile of 128 x 128. Each warp has 16 rows of each slab of 64 rows, over all columns, so a thread's
-accumulators are in the order of epilogue/fragments.py and the shared epilogues can be used. In a tile of 16 x 128, for
-few rows, each warp multiplies a quarter of a stage's depth, and the first warp adds the four sums.
+The four warps of a CTA share a tile:
 
-A stage holds a k-tile: 64 elements of the contraction, of both operands. A *run* is the k-tiles between two barriers, 1
-or 2 (operands.py). A *step* is 16 elements of a k-tile's depth, one MMA. Two CTAs share an SM: one multiplies while the
-other stores or waits for its first stage.
+    128 x 128    each warp has 16 rows of each slab (64 rows), over all columns. So a thread's accumulators are in the
+                 order of epilogue/fragments.py, and the epilogues that all architectures share can be used.
+    16 x 128     for few rows: each warp multiplies a quarter of every stage's depth, and the first warp adds the four
+                 sums. Such a tile is called split (split.py).
+
+Terms: a stage holds a *k-tile*, 64 elements of the contraction, of both operands. A *run* is the k-tiles between two
+barriers, 1 or 2 (operands.py). A *step* is 16 elements of a k-tile's depth, which one MMA multiplies.
+
+Two CTAs share an SM: one multiplies while the other stores or waits for its first stage.
 """
 
 from __future__ import annotations
@@ -30,13 +34,19 @@ DEPTH = 64
 CTAS_PER_SM = 2
 MMA_K = 16
 SMEM_BYTES, MAX_STAGES = 96 * 1024, 8
-"""Shared memory of all stages, and their greatest number. 3 KB remain of the 99 KB of consumer GPUs; more than 8 stages
-hide no more latency."""
+"""Bytes of shared memory for all stages, and the greatest number of stages.
+
+Of the 99 KB that consumer GPUs have, 3 KB remain. More than 8 stages hide no more latency.
+"""
 
 
 class Mainloop(Invariant):
-    """The mainloop of a tile: acc += A B^T. a, b: the operands (operands.py), whose stages lie in shared memory from
-    the address `smem` on."""
+    """The mainloop of a tile: acc += A B^T.
+
+    Args:
+        a, b: the operands (operands.py).
+        smem: address in shared memory, from which on the stages of both operands lie.
+    """
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
@@ -51,8 +61,13 @@ class Mainloop(Invariant):
 
     @cute.jit
     def run(self, acc: cute.Tensor, a: Any, b: Any, depth: Int32):
-        """Contract `depth` elements into the thread's accumulators; called by the whole CTA. When this returns, all
-        stages are free. a, b: the operands' addresses in global memory, which each operand's `copy` takes."""
+        """Contract `depth` elements into the thread's accumulators; called by the whole CTA.
+
+        When this returns, all stages are free.
+
+        Args:
+            a, b: the operands' addresses in global memory, which each operand's `copy` takes.
+        """
         run = self.b.run
         # The last run may end with a k-tile of zeros.
         num_tiles = cute.ceil_div(depth, DEPTH * run) * run
@@ -92,13 +107,15 @@ class Mainloop(Invariant):
         cute.arch.cp_async_commit_group()
 
     def _before(self, stage: Int32) -> Int32:
-        """Return the first stage of the previous run (k-tiles between two barriers), around the ring. stage: the first
-        stage of a run."""
+        """Return the first stage of the previous run (k-tiles between two barriers), around the ring of stages.
+
+        stage: the first stage of a run.
+        """
         return select(stage == 0, Int32(self.stages), stage) - self.b.run
 
     @cute.jit
     def _multiply(self, acc: cute.Tensor, stage: Int32, tile: Int32):
-        """Multiply the k-tile in a stage. tile: the k-tile's index."""
+        """Multiply the k-tile in a stage. tile: the k-tile's index in the contraction."""
         if cutlass.const_expr(self.is_split):
             self._step(acc, stage, tile, self.warp)
         else:
@@ -106,19 +123,19 @@ class Mainloop(Invariant):
                 self._step(acc, stage, tile, k)
 
     def _step(self, acc: cute.Tensor, stage: Int32, tile: Int32, k: Int32 | int) -> None:
-        """Multiply step `k` of a k-tile: 16 elements of its depth, all rows of this warp and all columns."""
+        """Multiply step `k` of a k-tile: 16 elements of its depth, for all rows of this warp and all columns."""
         first_row = 0 if self.is_split else self.warp * 16
         rows = [self.b.rows_of(self.a, stage, slab * ROWS + first_row, tile, k) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
             self._add(acc, rows, pair, self.b.columns(stage, pair, k))
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
-        """Add to the accumulators, for each slab (64 rows of the tile), the product of 16 rows of the slab and of the
-        16 columns from 16 * `pair` on.
+        """Multiply this warp's 16 rows of each slab (64 rows of the tile) by 16 columns, and add to the accumulators.
 
         Args:
-            rows: for each slab, its four words of mma.sync's operand a.
-            columns: words of operand b, as b's `columns` returns them.
+            rows: for each slab, four words of mma.sync's operand a.
+            pair: number of the 16 columns, which begin at column 16 * `pair`.
+            columns: words of mma.sync's operand b, from b's `columns`.
         """
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
@@ -126,17 +143,20 @@ class Mainloop(Invariant):
             self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
 
     def _add_nans(self, acc: cute.Tensor) -> None:
-        """Add NaN to the columns that held a NaN, since `columns` of operand b returned these NaNs as numbers.
+        """Add NaN to all accumulators of columns in which operand b held a NaN, since its `columns` returned these NaNs
+        as numbers.
 
-        This multiplies rows of zeros by columns of NaN.
+        To do so, multiply rows of zeros by columns of NaN.
         """
         for pair in range(self.n // 16):
             self._add(acc, [[Int32(0)] * 4] * self.slabs, pair, self.b.nans(pair))
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """If the tile is split (each warp multiplied a part of the depth), add the accumulators of warps 1, 2 and 3, in
-        this order, to warp 0's; otherwise do nothing."""
+        """If the tile is split (each warp multiplied a part of the depth), add the warps' sums; otherwise do nothing.
+
+        The accumulators of warps 1, 2 and 3 are added, in this order, to those of warp 0.
+        """
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

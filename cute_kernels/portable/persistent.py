@@ -37,8 +37,10 @@ def rounded_up(num_bytes: int) -> int:
 class States(Invariant):
     """Factory of an epilogue's states: a tile has one state before the mainloop and another after it.
 
-    If one state served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were
-    spilled on sm_80, 104 on sm_86. own: the epilogue's tensors in shared memory besides the slots, by name.
+    With one state for the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were
+    spilled on sm_80, 104 on sm_86.
+
+    own: the epilogue's tensors in shared memory besides the slots, by name.
     """
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
@@ -54,18 +56,21 @@ class States(Invariant):
 class TileKernel(Invariant):
     """A persistent kernel without warp roles: all warps of a CTA do the same work on one output tile after another.
 
-    CTA c of G takes tiles c, c + G, c + 2G, ..., and finishes a tile, from its first copy to its last store, before it
-    begins the next. A run is 1 or 2 k-tiles (`mainloop.py`).
+    CTA c of G takes tiles c, c + G, c + 2G, ... It finishes a tile, from its first copy to its last store, before it
+    begins the next tile. A run is 1 or 2 k-tiles (`mainloop.py`).
 
     phase        all warps wait for                              then
     mainloop     own copies of a run, barrier (CTA)              start copies of a later run, multiply this run
     epilogue     barrier (CTA) after the last run                fill and store each slot, with a barrier (CTA) between
     next tile    barrier (CTA) after the last slot               first copies of the next tile
 
-    Timeline of a tile: the epilogue's `begin` fetches row scales and biases. The mainloop starts to fill all stages
-    except the stages of one run, then multiplies run by run while copies of later runs arrive. After the last run the
-    stages' memory is free, and the epilogue's slots lie there: results pass through them to global memory. Meanwhile
-    the SM's other CTA can multiply.
+    Timeline of a tile:
+
+    1. The epilogue's `begin` fetches row scales and biases.
+    2. The mainloop starts to fill all stages except those of one run, then multiplies run by run while copies of later
+       runs arrive.
+    3. After the last run the stages' memory is free. The epilogue's slots lie there, and results pass through them to
+       global memory. Meanwhile the SM's other CTA can multiply.
     """
 
     walk: Any = TileWalk
@@ -78,7 +83,7 @@ class TileKernel(Invariant):
         raise NotImplementedError
 
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:
-        """Run the mainloop over a tile's contraction.
+        """Run the mainloop over the whole contraction of a tile.
 
         Args:
             acc: the thread's accumulators.

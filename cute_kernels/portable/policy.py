@@ -1,6 +1,6 @@
-"""The choice of tiles for architectures with portable kernels: SMALL for few rows an expert, else LARGE.
+"""The choice of tiles for architectures with portable kernels: SMALL for few rows an expert, else LARGE (configs.py).
 
-This module is an `arch.ArchPolicy`, which describes its functions.
+`arch.ArchPolicy` describes the functions of this module.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from .configs import second_tile as second_tile
 
 MEASURED = Path(__file__).with_name("measured.json")
 MOST_ROWS = 16
-"""Greatest average number of rows an expert for which SMALL is chosen, since an expert's weights are read again for
-each of its row tiles."""
+"""Greatest average number of rows an expert for which SMALL is chosen.
+
+With more rows an expert would have several row tiles of SMALL, and each would read the expert's weights again.
+"""
 _OF_TRAINING = ("grouped_wgrad", "grouped_dglu", "quantize_mxfp8")
 
 
@@ -59,8 +61,10 @@ def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
 
 
 def time_us(gemm: Gemm, tile: TileConfig) -> float:
-    """Return a number that orders tiles: the multiply-adds of the tiles that cover a GEMM, in units of 1e9. It is not a
-    time, since no GPU of these architectures has been measured."""
+    """Return a number that orders tiles: the multiply-adds of all tiles that cover a GEMM, in units of 1e9.
+
+    The number is not a time, since no GPU of these architectures has been measured.
+    """
     return tile.padded(max(gemm.rows // gemm.experts, 1), gemm.columns) * gemm.experts * gemm.depth * 1e-9
 
 
@@ -68,7 +72,7 @@ even_us = time_us
 
 
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
-    """Return every tile for operands with elements of `bits` bits: TILES for 16 bits, otherwise none."""
+    """Return every tile for operands whose elements have `bits` bits: TILES for 16 bits, otherwise none."""
     return TILES if bits == 16 else ()
 
 

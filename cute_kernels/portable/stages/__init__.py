@@ -1,2 +1,4 @@
-"""Portable GEMMs to compile: the `trace` of each module joins a launch of cute_kernels/launches and a portable
-kernel."""
+"""Portable GEMMs to compile, one module for each operator and operand format.
+
+Each module's `trace` takes a spec. It joins the operator's launch (launches/) and a portable kernel.
+"""

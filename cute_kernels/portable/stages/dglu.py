@@ -1,5 +1,4 @@
-"""The portable grouped_dglu in 16 bits: dpreact, act and parts of d_row_scale from x, w and preact
-(launches/dglu.py)."""
+"""The portable grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale."""
 
 from ...launches import dglu
 from ...specs import DgluSpec

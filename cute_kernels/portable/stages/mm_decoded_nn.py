@@ -1,5 +1,4 @@
-"""The portable grouped_mm that contracts over the rows of quantised weights: y = grouped_mm(x, w, transpose_w=True), x
-in 16 bits."""
+"""The portable y = grouped_mm(x, w, transpose_w=True) with 16-bit x and quantised w, which the kernel decodes."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...launches import mm_decoded
