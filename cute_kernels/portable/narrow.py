@@ -1,21 +1,22 @@
-"""Weights in a narrow format, decoded to pairs of bfloat16 numbers on their way from shared memory to mma.sync.
+"""Weights of 8 or 4 bits, decoded to pairs of bfloat16 numbers between shared memory and mma.sync.
 
 A stage holds the weights' bytes as they lie in memory and, for each weight row and scale block, a multiplier: the
 bfloat16 number by which the block's elements are multiplied, in both halves of a word. Multipliers are computed one run
 (the k-tiles between two barriers) ahead: a thread loads the scale bytes of one weight row for a run, and writes their
 multipliers to shared memory when it loads the scale bytes of the next run.
 
-A step of the mainloop is 16 elements of the contraction, of which mma.sync takes two pairs for each column from a lane.
-Any order of the 16 elements is right if the rows of x are in the same order. With t = lane % 4, a lane takes
+A step of the mainloop is 16 elements of the contraction. mma.sync takes four of these from a lane for each column, as
+two pairs. Any order of the 16 elements is right if the rows of x are in the same order. With t = lane % 4, a lane takes
 
-    E4M3, few rows    elements 4t .. 4t + 3, a word. Pairs are bytes 0, 2 and bytes 1, 3: a shift and a mask each.
-    E4M3, many rows   elements 2t + (0, 1) and 8 + 2t + (0, 1). The order for few rows needs more registers for x's
-                      rows than there are (sm_100 spilled 216 bytes).
-    E2M1              word t of 32 elements, which holds the pairs of two steps (`python/glulam/formats/words.py`).
-                      In every second k-tile (two blocks of 32 elements) the two steps are exchanged.
+    E4M3, few rows of x     elements 4t .. 4t + 3, a word. Pairs are bytes 0, 2 and bytes 1, 3: a shift and a mask each.
+    E4M3, many rows of x    elements 2t + (0, 1) and 8 + 2t + (0, 1). The order for few rows needs more registers for
+                            x's rows than there are (sm_100 spilled 216 bytes).
+    E2M1                    word t of 32 elements, which holds the pairs of two steps
+                            (`python/glulam/formats/words.py`). In every second k-tile (two blocks of 32 elements) the
+                            two steps are exchanged.
 
-E4M3 is decoded in integer arithmetic, which every GPU since Ampere has: when an element's bits are moved to the places
-of bfloat16's exponent and significand, they are 2^-120 times the element, including subnormals.
+E4M3 is decoded in integer arithmetic, which every GPU since Ampere has. If an element's bits are moved to the places of
+bfloat16's exponent and significand, the result is 2^-120 times the element, also for subnormals.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ from .sources import Weights
 BYTES = 4
 """Bytes of a word."""
 RUN_OF_FEW = 2
-"""k-tiles of a run if a tile has few rows: two are 3 % faster than one, since a warp has more work while it waits for
-the words that it decodes."""
+"""Number of k-tiles of a run if the tile has few rows of x. Two are 3 % faster than one, since a warp has more work
+while it waits for the words that it decodes."""
 FIRST_OF_PAIR, PAIR_SIGNS, PAIR_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
-"""A selector of `prmt` that moves two bytes to the two halves of a word, and masks of the sign and magnitude bits of
-these bytes."""
+"""Constants of `e4m3_pair`: a selector of `prmt` that moves two bytes to the two halves of a word, and masks of the
+sign and magnitude bits of these bytes."""
 SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0
-"""Masks of the sign and magnitude bits of two E4M3 numbers that were moved to bfloat16's places."""
+"""Constants of `e4m3_pairs`: masks of the sign and magnitude bits of two E4M3 numbers whose bits were moved to the
+places of bfloat16's exponent and significand."""
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Multiply two bfloat16 numbers by two others; a word holds two. The instruction is an FMA that adds -0, since
-    sm_80 has no bfloat16 multiplication."""
+    """Multiply two pairs of bfloat16 numbers element by element; a 32-bit word holds a pair.
+
+    The instruction is an FMA that adds -0, since sm_80 has no bfloat16 multiplication.
+    """
     ptx = """{
         .reg .b32 factor, zero;
         mov.b32 factor, {$r1};
@@ -65,7 +69,10 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
 
 
 def e4m3_pair(two: Int32) -> Int32:
-    """Return two E4M3 bytes as two bfloat16 numbers, 2^-120 times their value. NaN (0x7F) stays NaN."""
+    """Return the two E4M3 bytes in the lower half of `two` as two bfloat16 numbers, 2^-120 times their value.
+
+    NaN (0x7F) stays NaN.
+    """
     bytes_apart = Int32(cute.arch.prmt(two, Int32(0), Int32(FIRST_OF_PAIR)))
     magnitudes = bytes_apart & PAIR_MAGNITUDES
     is_nan = (magnitudes + LANES_OF_16) & PAIR_SIGNS
@@ -73,17 +80,19 @@ def e4m3_pair(two: Int32) -> Int32:
 
 
 def e4m3_pairs(word: Int32) -> list[Int32]:
-    """Return a word's four E4M3 bytes as two words of bfloat16 numbers, 2^-120 times their value: bytes 0 and 2, then
-    bytes 1 and 3. NaN becomes the number 480."""
+    """Return the four E4M3 bytes of a word as bfloat16 numbers, 2^-120 times their value, in two words: bytes 0 and 2,
+    then bytes 1 and 3. NaN becomes the number 480.
+    """
     moved = (word << 4, word << 8), (word >> 4, word)
     return [(magnitudes & MAGNITUDES) | (signs & SIGNS) for magnitudes, signs in moved]
 
 
 def nan_bytes(word: Int32) -> Int32:
-    """Return a word in which the sign bit of some byte is set exactly if one of the four E4M3 numbers in `word` is NaN;
-    all other bits are arbitrary.
+    """Return a word that tells whether one of the four E4M3 numbers in `word` is NaN: then, and only then, the sign bit
+    of some byte is set. All other bits are arbitrary.
 
-    Adding 1 to a byte changes its sign bit if all its other bits are 1, and only such a byte carries into the next.
+    An E4M3 byte is NaN if all bits except the sign bit are 1. Adding 1 to a byte changes its sign bit exactly if the
+    byte is NaN, and only such a byte can carry into the next byte.
     """
     return (word + BYTE_LANES) ^ word
 
@@ -92,8 +101,8 @@ class NarrowLines(NamedTuple):
     """Global-memory addresses from which a thread copies weights and loads scales.
 
     Attributes:
-        parts, distances: the addresses of the weight rows that the thread copies, as in `Lines`.
-        scales: the address of the scales of the one weight row whose scales this thread loads.
+        parts, distances: the addresses of the weight rows that the thread copies, as in `operands.Lines`.
+        scales: a thread loads the scales of one weight row: the address of these scales.
         blocks: number of scales of a weight row.
     """
 
@@ -104,7 +113,7 @@ class NarrowLines(NamedTuple):
 
 
 class ScaleBytes(Invariant):
-    """Registers for the scale bytes that a thread is loading: `blocks` bytes for each k-tile of a run."""
+    """Registers for the scale bytes that a thread is loading: `blocks` bytes for each k-tile of a run (mainloop.py)."""
 
     def __init__(self, run: int, blocks: int):
         self.blocks = blocks
@@ -119,10 +128,13 @@ class ScaleBytes(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scale bytes of k-tile `tile` of the contraction, which is number `place` of its run, into
-        registers.
+        """Start to load the scale bytes of one k-tile into registers.
 
         Past the last block, use byte 0, since a stale NaN scale would turn padding zeros into NaN.
+
+        Args:
+            place: index of the k-tile in its run.
+            tile: index of the k-tile in the contraction.
         """
         for block in cutlass.range_constexpr(self.blocks):
             number = tile * self.blocks + block
@@ -132,8 +144,11 @@ class ScaleBytes(Invariant):
 
 
 class ScaleWords(Invariant):
-    """Registers for the scale bytes that a thread is loading, if a k-tile has four blocks: a word for each k-tile of a
-    run. The four bytes are one load if the scales of a weight row fill whole words, otherwise four loads."""
+    """Registers for the scale bytes that a thread is loading if a k-tile has four blocks: a word for each k-tile of a
+    run (mainloop.py).
+
+    The four bytes take one load if the scales of a weight row fill whole words, otherwise four loads.
+    """
 
     def __init__(self, run: int, blocks: int):
         assert blocks == BYTES
@@ -148,8 +163,12 @@ class ScaleWords(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scale bytes of k-tile `tile` of the contraction, which is number `place` of its run, into a
-        register. Bytes past the last block are 0."""
+        """Start to load the scale bytes of one k-tile into a register. Bytes past the last block are 0.
+
+        Args:
+            place: index of the k-tile in its run.
+            tile: index of the k-tile in the contraction.
+        """
         number = tile * BYTES
         self.words[place] = Int32(0)
         if (sources.blocks | Int32(sources.scales)) % BYTES == 0:
@@ -162,16 +181,19 @@ class ScaleWords(Invariant):
 
 
 class Narrow(Along):
-    """An operand of weight rows in a narrow format. Each of 128 threads loads the scales of one weight row. Subclasses
-    decode one element type each.
+    """An operand of weight rows whose elements have 8 or 4 bits. Subclasses decode one element type each.
+
+    Each of 128 threads loads the scales of one weight row.
 
     Args:
         lines: number of weight rows of a tile; it must be 128.
+        weights: the weights' format.
         few_rows: True if the tile has few rows of x.
 
     Attributes:
-        shift: the power of two by which elements that were moved to bfloat16's places are multiplied to get their
-            value, as a bfloat16 number in both halves of a word.
+        element: class of the element type.
+        shift: a bfloat16 number, in both halves of a word. Elements whose bits were moved to bfloat16's places are
+            multiplied by this power of two to get their value.
         pending: registers for the scales that are being loaded.
     """
 
@@ -193,15 +215,20 @@ class Narrow(Along):
         self.pending = self.make_pending(weights)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
-        """Return a stage's multipliers (bfloat16 numbers that scale its elements) in shared memory, as (row, block)."""
+        """Return a stage's multipliers (see the top of this file) in shared memory, as (weight row, block)."""
         at = self.smem + stage * self.stage_bytes + self.line_area
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
         return cute.make_tensor(pointer, self.multipliers)
 
     @cute.jit
     def advance(self, sources: NarrowLines, tile: Int32, before: Int32):
-        """Write the multipliers of the previous run (k-tiles between two barriers), whose stages begin at `before`, and
-        start to load the scales of the run that begins at k-tile `tile`."""
+        """Write the multipliers of the previous run (k-tiles between two barriers) to its stages, and start to load the
+        scales of the next run.
+
+        Args:
+            tile: first k-tile of the next run.
+            before: first stage of the previous run.
+        """
         thread, _, _ = cute.arch.thread_idx()
         for place in cutlass.range_constexpr(self.run):
             held = self._multipliers(before + place)
@@ -214,8 +241,8 @@ class Narrow(Along):
     def _place(self, block: int, tile: Int32) -> Int32 | int:
         """Return the index of a scale block's multiplier among the multipliers of its weight row in a stage.
 
-        A weight row has one multiplier (a bfloat16 number, see the top of this file) for each scale block of the
-        k-tile. They lie in the order in which the k-tile's steps use them.
+        A weight row has one multiplier (see the top of this file) for each scale block of the k-tile. Multipliers lie
+        in the order in which the k-tile's steps use them.
 
         Args:
             block: number of the scale block in the k-tile.
@@ -232,8 +259,11 @@ class Narrow(Along):
         return product(pair, multiplier)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
-        """Read and decode the 16 columns from 16 * `pair` on, in step `k` (16 elements of the depth). Return the lane's
-        four words of mma.sync's operand b: both halves of the step for the first 8 columns, then for the last 8."""
+        """Read and decode 16 columns, from column 16 * `pair` on, in step `k` (16 elements of the depth).
+
+        Return the lane's four words of mma.sync's operand b: both halves of the step for the first 8 columns, then for
+        the last 8.
+        """
         multipliers, words = cute.make_rmem_tensor(2, Int32), []
         of_lane = self._multipliers(stage)[((self.lane // 4, None), k // self.steps_per_block)]
         cute.autovec_copy(cute.local_tile(of_lane, (2,), (pair,)), multipliers)
@@ -245,7 +275,7 @@ class Narrow(Along):
         return words
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
-        """Read a lane's four elements of a column, moved to bfloat16's places, as two words.
+        """Read a lane's four elements of a column, and move their bits to bfloat16's places. Return two words.
 
         Args:
             first: the stage's address.
@@ -271,8 +301,11 @@ class NarrowE4m3(Narrow):
 
 
 class NarrowE4m3ByFours(NarrowE4m3):
-    """E4M3 weights for tiles of few rows of x. A lane reads four neighbouring elements. NaN is decoded as the number
-    480, so `columns` notes for each column whether it met a NaN, and `nans` reports these columns."""
+    """E4M3 weights for tiles of few rows of x. A lane reads four neighbouring elements.
+
+    NaN is decoded as the number 480. So `columns` notes each column in which it meets a NaN, and `nans` reports these
+    columns.
+    """
 
     notes_nans = True
 
@@ -285,8 +318,11 @@ class NarrowE4m3ByFours(NarrowE4m3):
         return x.rows_by_fours(stage, first, k)
 
     def nans(self, pair: int) -> list[Int32]:
-        """Return words as `columns` does, for the 16 columns from 16 * `pair` on: NaN for each column in which
-        `columns` met a NaN since the last call, 0 for all other columns."""
+        """Return words of mma.sync's operand b, as `columns` does, for the 16 columns from 16 * `pair` on.
+
+        They hold NaN for each column in which `columns` met a NaN since the last call of `nans`, and 0 for all other
+        columns.
+        """
         words = []
         for half in range(2):
             words += [select(is_bad(self.noted[pair * 2 + half], 0), Int32(NAN), Int32(0)), Int32(0)]
@@ -324,8 +360,11 @@ ELEMENTS: dict[str, type[Element]] = {E4M3: E4m3, E2M1: E2m1}
 
 
 def narrow(lines: int, weights: Format, few_rows: bool) -> Narrow:
-    """Make the operand of `lines` weight rows for a format's element type. few_rows: the tile has few rows of x, for
-    which E4M3 elements are read in another order (see the top of this file)."""
+    """Make the operand of `lines` weight rows for a format's element type.
+
+    few_rows: True if the tile has few rows of x. E4M3 elements are then read in another order (see the top of this
+    file).
+    """
     kinds = {E4M3: NarrowE4m3ByFours if few_rows else NarrowE4m3, E2M1: NarrowE2m1}
     return kinds[weights.element](lines, weights, few_rows)
 
@@ -336,8 +375,9 @@ def narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Return the addresses from which a thread copies weights and loads scales. Past an expert's last weight row, the
-    scales of the last weight row are read again.
+    """Return the addresses from which a thread copies weights and loads scales.
+
+    Threads past an expert's last weight row read the scales of the last weight row again.
 
     Args:
         lines: the addresses of the thread's weight rows.

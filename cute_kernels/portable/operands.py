@@ -1,16 +1,19 @@
 """Operands in shared memory: how they are copied there and how a warp reads them.
 
-Along: an operand whose lines (runs of contiguous memory) lie along the contraction. A stage holds 64 elements of each
-line, in chunks of 16 bytes. Across: an operand whose lines lie across the contraction. A stage holds 64 lines, in
-blocks of 64 elements a line (8 KB), which ldmatrix transposes.
+A line is a run of contiguous memory, such as a row of a matrix. There are two kinds of operands:
+
+    Along     lines lie along the contraction, for example rows of x. A stage holds 64 elements of each line, in chunks
+              of 16 bytes.
+    Across    lines lie across the contraction, for example transposed weights. A stage holds 64 lines, in blocks of 64
+              elements a line (8 KB), which ldmatrix transposes.
 
 Chunks are swizzled so that 8 chunks that are read at once lie in different banks: chunk c of a line of 128 bytes is at
 c ^ line % 8. Lines of less than 128 bytes share 128 bytes, and count together as one line in the swizzle.
 
 A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
 
-In signatures, `k` is a step, 16 elements of a k-tile's depth, except in `copy`, where it is the first element of a
-k-tile. `depth` is the number of elements of the whole contraction.
+In signatures, `k` is a step, 16 elements of a k-tile's depth. Only in `copy`, `k` is the first element of a k-tile.
+`depth` is the number of elements of the whole contraction.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ from .mainloop import DEPTH
 LINE_BYTES = 128
 CHUNKS = LINE_BYTES // CHUNK_BYTES
 STEP = THREADS // CHUNKS
-"""Distance of two consecutive chunks that a thread copies, in lines of 128 bytes."""
+"""Distance, in lines of 128 bytes, of two consecutive chunks that a thread copies."""
 BLOCK = 64
 BLOCK_BYTES = DEPTH * LINE_BYTES
 
 
 def chunk_at(line: Int32, chunk: Int32) -> Int32:
-    """Return the offset of a chunk (16 bytes) of a line of 128 bytes, in bytes from the first line; swizzled."""
+    """Return the swizzled offset of a chunk (16 bytes) of a line of 128 bytes, in bytes from the first line."""
     return line * LINE_BYTES + (chunk ^ line % CHUNKS) * CHUNK_BYTES
 
 
@@ -49,8 +52,8 @@ class Lines(NamedTuple):
     Attributes:
         parts: a base address for each part of the operand's lines. With a gate, weights have two parts: the rows of a,
             then the rows of u; otherwise there is one part.
-        distances: for each line, its distance from the base address of its part: int32, in units of 16 bytes, to save
-            registers.
+        distances: int32, for each line its distance from the base address of its part, in units of 16 bytes. A 64-bit
+            address for each line would take twice the registers.
     """
 
     parts: tuple[Int64, ...]
@@ -61,25 +64,36 @@ class Operand(Invariant):
     """An operand of a mainloop, with defaults for all methods except `copy`, `rows` and `columns`.
 
     Attributes:
-        run: k-tiles between two barriers.
-        notes_nans: True if `columns` returns NaNs as numbers, and `nans` then reports these.
-        decodes: True if `decode` must turn each stage into the numbers that `columns` reads, between barriers.
-        decoded_bytes: bytes of shared memory for these numbers, which lie before the stages.
+        run: number of k-tiles between two barriers.
+        notes_nans: True if `columns` returns NaNs as numbers; `nans` then reports their columns.
+        decodes: True if each stage must be decoded, between two barriers, before `columns` can read it.
+        decoded_bytes: bytes of shared memory for decoded numbers, which lie before the stages.
     """
 
     run, notes_nans = 1, False
     decodes, decoded_bytes = False, 0
 
     def decode(self, stage: Int32) -> None:
-        """Decode the k-tile of a stage (a buffer in shared memory) that has arrived, if `decodes`."""
+        """Decode a stage (a k-tile in shared memory) that has arrived; called if `decodes`. Here do nothing."""
 
     def advance(self, sources: Any, tile: Int32, before: Int32) -> None:
-        """Prepare the run (k-tiles between two barriers) that begins at `tile`, for example load its scales; called for
-        every run, also past the last k-tile. before: the first stage of the previous run."""
+        """Prepare a run (k-tiles between two barriers), for example load its scales: here do nothing.
+
+        Called for every run, also past the last k-tile.
+
+        Args:
+            tile: the run's first k-tile.
+            before: the first stage of the previous run.
+        """
 
     def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
-        """Read 16 rows, from row `first` on, of the other operand x for step `k` of k-tile `tile`, with elements in
-        this operand's order."""
+        """Read 16 rows of the other operand, x, with their elements in the order that this operand's `columns` has.
+
+        Args:
+            first: the first of the 16 rows.
+            tile: index of the k-tile.
+            k: step of the k-tile.
+        """
         return x.rows(stage, first, k)
 
 
@@ -99,13 +113,15 @@ class Along(Operand):
         self.lane = thread % WARP
 
     def at(self, line: Int32, chunk: Int32) -> Int32:
-        """Return the offset of a chunk, in bytes from the first line; swizzled."""
+        """Return the swizzled offset of a chunk (16 bytes) of a line, in bytes from the first line."""
         shared = LINE_BYTES // self.line_bytes
         return line * self.line_bytes + (chunk ^ line // shared % self.chunks) * CHUNK_BYTES
 
     def copy(self, sources: Lines, stage: Int32, k: Int32, depth: Int32) -> None:
-        """Start to copy a k-tile, elements k to k + 63 of each line (a row of the operand), into a stage; write zeros
-        from element `depth` on."""
+        """Start to copy a k-tile, elements k to k + 63 of each line (a row of the operand), into a stage.
+
+        From element `depth` on, write zeros.
+        """
         has_columns = k + self.chunk * (CHUNK_BYTES * 8 // self.bits) < depth
         if self.lines < self.step:
             has_columns = has_columns & (self.line < self.lines)
@@ -118,20 +134,26 @@ class Along(Operand):
             copy_chunk(target + self.at(self.line, self.chunk) + i * self.step * self.line_bytes, source, num_bytes)
 
     def matrices(self, stage: Int32, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Read four matrices of 8 lines of 16 bytes by ldmatrix; return a word of each. Each lane passes the place
-        (line, chunk) of one line of a matrix."""
+        """Read four matrices by ldmatrix, 8 lines of 16 bytes each. Return this lane's word of each matrix.
+
+        line, chunk: where one line of a matrix lies. Each lane passes another line.
+        """
         at = self.smem + stage * self.stage_bytes + self.at(line, chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, False)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 rows from row `first` on, in step `k` (two chunks of depth), as words of mma.sync's operand a: rows
-        0 .. 7 and 8 .. 15 of the first chunk, then of the second."""
+        """Read 16 rows, from row `first` on, in step `k` (two chunks of depth).
+
+        Return four words of mma.sync's operand a: rows 0 .. 7 and rows 8 .. 15 of the first chunk, then of the second.
+        """
         return self.matrices(stage, self.lane % 16 + first, self.lane // 16 + 2 * k)
 
     def rows_by_fours(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> Any:
-        """Read 16 rows as `rows` does, but in the order of `NarrowE4m3ByFours`: with t = lane % 4, a lane's two pairs
-        are elements 4t and 4t + 2, and elements 4t + 1 and 4t + 3."""
+        """Read 16 rows as `rows` does, but with their elements in the order of `NarrowE4m3ByFours`.
+
+        With t = lane % 4, a lane's first pair is elements 4t and 4t + 2, its second pair elements 4t + 1 and 4t + 3.
+        """
         words, quad = cute.make_rmem_tensor(4, Int32), self.lane % 4
         for half in range(2):
             at = self.smem + stage * self.stage_bytes
@@ -144,20 +166,22 @@ class Along(Operand):
         return words
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """Read the 16 columns from 16 * `pair` on, in step `k` (two chunks of depth), as words of mma.sync's operand b:
-        both chunks of columns 0 .. 7, then of columns 8 .. 15."""
+        """Read 16 columns, from column 16 * `pair` on, in step `k` (two chunks of depth).
+
+        Return four words of mma.sync's operand b: both chunks of columns 0 .. 7, then of columns 8 .. 15.
+        """
         line = self.lane // 16 * 8 + self.lane % 8 + pair * 16
         return self.matrices(stage, line, self.lane // 8 % 2 + 2 * k)
 
 
 class Contraction(NamedTuple):
-    """Global-memory addresses of an operand's lines across the contraction, of one tile.
+    """Global-memory addresses of the lines that a thread copies for one tile, if lines lie across the contraction.
 
     Attributes:
-        blocks: for each block of 64 elements, the address of the thread's chunk in line 0, and whether the chunk lies
-            inside the matrix.
+        blocks: for each block of 64 elements of a line, the address of the thread's chunk in line 0, and whether the
+            chunk lies inside the matrix.
         pitch: distance of consecutive lines, in units of 16 bytes.
-        first: the position of the first line to contract: in `indices` or, without indices, in the matrix.
+        first: number of the first line to contract: its place in `indices` or, without indices, in the matrix.
         indices: the address of int32 line indices, which are clamped to 0 .. count - 1; 0: lines lie in order.
         count: number of lines of the matrix.
     """
@@ -182,8 +206,10 @@ class Across(Operand):
 
     @cute.jit
     def copy(self, sources: Contraction, stage: Int32, k: Int32, depth: Int32):
-        """Start to copy a k-tile, lines k to k + 63 of the contraction, into a stage; write zeros from line `depth` on.
-        A line is the `width` elements of one index of the contraction."""
+        """Start to copy a k-tile, lines k to k + 63 of the contraction, into a stage.
+
+        A line has the `width` elements of one index of the contraction. From line `depth` on, write zeros.
+        """
         target = self.smem + stage * self.stage_bytes + chunk_at(self.line, self.chunk)
         for i in cutlass.range_constexpr(DEPTH // STEP):
             line = k + self.line + i * STEP
@@ -197,8 +223,10 @@ class Across(Operand):
 
     @cute.jit
     def _distance(self, sources: Contraction, line: Int32, depth: Int32) -> Int32:
-        """Return the distance of line number `line` of the contraction from the matrix's line 0, in units of 16 bytes;
-        0 from line `depth` on."""
+        """Return the distance of line `line` of the contraction from line 0 of the matrix, in units of 16 bytes.
+
+        From line `depth` on it is 0.
+        """
         row = select(line < depth, sources.first + line, Int32(0))
         if const_expr(not isinstance(sources.indices, int)):
             if (sources.indices != 0) & (line < depth):
@@ -206,21 +234,30 @@ class Across(Operand):
         return row * sources.pitch
 
     def _matrices(self, stage: Int32, first: Int32 | int, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Read four matrices of 8 lines of 8 elements by ldmatrix, transposed, from element `first` of the lines on;
-        return a word of each. Each lane passes the place of one line of a matrix: line, and chunk after `first`."""
+        """Read four matrices by ldmatrix, transposed, 8 lines of 8 elements each. Return this lane's word of each.
+
+        Args:
+            first: element of the lines from which `chunk` counts.
+            line, chunk: where one line of a matrix lies. Each lane passes another line.
+        """
         at = self.smem + stage * self.stage_bytes + first // BLOCK * BLOCK_BYTES
         at += chunk_at(line, first % BLOCK // 8 + chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, True)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 rows from row `first` on, in step `k` (16 lines), as words of mma.sync's operand a: rows 0 .. 7
-        and 8 .. 15 of the first 8 lines, then of the last 8."""
+        """Read 16 rows, from row `first` on, in step `k` (16 lines). A row of the operand is one element of each line.
+
+        Return four words of mma.sync's operand a: rows 0 .. 7 and 8 .. 15 of the first 8 lines, then of the last 8.
+        """
         line = self.lane // 16 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, first, line, self.lane // 8 % 2)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """Read the 16 columns from 16 * `pair` on, in step `k` (16 lines), as words of mma.sync's operand b:
-        the first and the last 8 lines of columns 0 .. 7, then of columns 8 .. 15."""
+        """Read 16 columns, from column 16 * `pair` on, in step `k` (16 lines).
+
+        Return four words of mma.sync's operand b: the first and the last 8 lines of columns 0 .. 7, then of columns
+        8 .. 15.
+        """
         line = self.lane // 8 % 2 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, pair * 16, line, self.lane // 16)

@@ -21,7 +21,8 @@ class Rows(NamedTuple):
     Attributes:
         address: the address of the first row.
         pitch: distance of consecutive rows, in units of 16 bytes.
-        count, columns: number of rows, and of elements of a row.
+        count: number of rows.
+        columns: number of elements of a row.
         indices: the address of int32 [T], the index of each row to read, clamped to 0 .. count - 1; 0: rows lie in
             order.
     """
@@ -37,10 +38,11 @@ class Weights(NamedTuple):
     """Weight rows of experts in global memory.
 
     Attributes:
-        base, expert: the address from which offsets count, and experts' offsets (memory/weights.py).
+        base: the address from which offsets count.
+        expert: the offset of each expert and part (memory/weights.py).
         pitch: distance of consecutive weight rows in memory, in units of 16 bytes.
-        count: weight rows of each part (a or u of a gated layer; otherwise there is one part); if weights are
-            transposed, columns of each part.
+        count: number of weight rows of each part, or of columns of each part if weights are transposed. A gated layer
+            has two parts (a and u), other layers have one.
         gate: the order of a gated layer's weight rows.
     """
 
@@ -52,15 +54,17 @@ class Weights(NamedTuple):
 
 
 def rows_of(x: cute.Tensor, indices: Int64) -> Rows:
-    """Describe a 16-bit matrix x [rows, columns] as `Rows`, in host code. indices: as in `Rows`."""
+    """Host side: describe a 16-bit matrix x [rows, columns] as `Rows`. indices: as in `Rows`."""
     unit = CHUNK_BYTES * 8 // x.element_type.width
     return Rows(x.iterator.toint(), Int32(x.stride[0] // unit), Int32(x.shape[0]), indices, Int32(x.shape[1]))
 
 
 @cute.jit
 def row_sources(rows: Rows, work: WorkTile, operand: Along) -> Lines:
-    """Return the addresses from which a thread copies rows of x. Past the group's last row, the last row is read again;
-    its results are never stored."""
+    """Return the addresses from which a thread copies rows of x.
+
+    Past the group's last row, the last row is read again; the results of these copies are never stored.
+    """
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
         row = cutlass.min(work.row + operand.line + i * operand.step, work.group_end - 1)
@@ -75,8 +79,9 @@ def weight_sources(
     weights: Weights, work: WorkTile, operand: Along, part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> Lines:  # fmt: skip
-    """Return the addresses from which a thread copies weight rows. Past an expert's last weight row, that row is read
-    again; its results are never stored.
+    """Return the addresses from which a thread copies weight rows.
+
+    Past an expert's last weight row, the last weight row is read again; the results of these copies are never stored.
 
     Args:
         part_n: columns of the tile for each part (a and u of a gated layer; otherwise there is one part).
@@ -92,7 +97,8 @@ def weight_sources(
 
 
 def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
-    """Return the address of part 0 (a) or 1 (u) of the weights of the tile's expert."""
+    """Return the address of one part of the weights of the tile's expert. part: 0 (a, or all rows without a gate) or 1
+    (u)."""
     units = expert_offset(weights.expert, work.expert) + part_offset(weights.expert, part)
     return weights.base + units * UNIT_BYTES
 
@@ -107,8 +113,8 @@ def transposed_sources(
     Args:
         parts: 2 in a gated FC1, where half of the tile's columns belong to a (the activated half of the preactivation)
             and half to u (the linear half); else 1.
-        half: with `GroupedMmSpec.in_halves`, where each half of x's columns has weights of its own: whose weights to
-            copy, 0 or 1. Otherwise 0.
+        half: if each half of x's columns has weights of its own (`GroupedMmSpec.in_halves`), the half whose weights are
+            copied, 0 or 1. Otherwise 0.
     """
     per_part = operand.num_blocks // parts
     to_half = half * weights.expert.part_units * UNIT_BYTES
@@ -122,8 +128,11 @@ def transposed_sources(
 
 
 def column_sources(rows: Rows, work: WorkTile, operand: Across, tile: Int32) -> Contraction:
-    """Return the addresses from which a thread copies columns of a matrix whose rows a weight gradient contracts: all
-    rows of the group, in the columns of tile number `tile` along the columns."""
+    """Return the addresses from which a thread copies columns of dy or x in a weight gradient, over all rows of the
+    group.
+
+    tile: index of the tile along the matrix's columns.
+    """
     blocks = []
     for number in range(operand.num_blocks):
         column = (tile * operand.num_blocks + number) * BLOCK + operand.chunk * 8

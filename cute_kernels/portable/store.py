@@ -1,5 +1,5 @@
-"""Storing tiles without TMA: a CTA stages a chunk in a slot (epilogue/slots.py), then each thread writes 16 bytes of a
-row at once."""
+"""Stores of tiles without TMA: a CTA writes a chunk into a slot in shared memory (epilogue/slots.py), then each thread
+writes 16 bytes of a row at once to global memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Place(NamedTuple):
     """The place in global memory that a slot is stored to or loaded from.
 
     Attributes:
-        address: the address of its first element.
+        address: the address of the place's first element.
         pitch: bytes from row to row.
-        rows, columns: how many rows (of the group, or of dw) and columns follow from the first element on. The rest of
-            the slot is not stored, and zeros are loaded for it.
+        rows, columns: how many rows (of the group, or of dw) and columns there are from the first element on. Elements
+            of the slot past them are not stored; a load fills them with zeros.
     """
 
     address: Int64
@@ -41,8 +41,8 @@ class RowStore(NamedTuple):
     Attributes:
         address: the address of the tensor's first element.
         pitch: bytes from row to row.
-        columns: columns of the tensor, or of each half.
-        half: bytes from the first half to the second; 0: there are no halves.
+        columns: number of columns of the tensor, or of each half if it has halves.
+        half: bytes from the first half to the second half; 0: there are no halves.
     """
 
     address: Int64
@@ -84,7 +84,7 @@ class ByteStore(RowStore):
 
 
 def make_store(view: cute.Tensor) -> RowStore:
-    """Make the RowStore (8-bit elements: ByteStore) of a tensor (T, columns[, half]), in host code."""
+    """Host side: make the RowStore of a tensor (T, columns[, half]); the ByteStore if elements have 8 bits."""
     itemsize = view.element_type.width // 8
     kind = ByteStore if itemsize == 1 else RowStore
     half = Int64(view.stride[2] * itemsize) if cute.rank(view) == 3 else Int64(0)
@@ -113,7 +113,7 @@ class Slots(slots.Slots):
         cute.arch.sync_threads()
 
     def acquire(self) -> None:
-        """Do nothing: the next slot is free, since a barrier has come between emptying it and filling the other
+        """Do nothing: the next slot is free, since a barrier has come between its store and the filling of the other
         slot."""
 
     def write(self, values: cute.Tensor, slot: Int32 | int) -> None:
@@ -129,8 +129,8 @@ class Slots(slots.Slots):
 
     @cute.jit
     def bring(self, place: Place, slot: cutlass.Constexpr[int]):
-        """Start to copy a place of global memory into a slot (64 rows in shared memory); write zeros outside of the
-        place's rows and columns."""
+        """Start to copy a place of global memory into a slot. Fill the slot with zeros past the place's rows and
+        columns."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         for i in cutlass.range_constexpr(ROWS // STEP):
@@ -147,16 +147,23 @@ class Slots(slots.Slots):
         """Do nothing: when `start` returns, it has read its slot."""
 
     def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
-        """Publish a filled slot and write its numbers to `place`; if `adds`, add them to the numbers in memory.
+        """Publish a filled slot and store it at `place`.
 
-        target: ignored.
+        Args:
+            target: ignored.
+            adds: True: add the slot's numbers to the numbers in memory; False: overwrite these.
         """
         self.sync()
         self.start(None, place, slot, adds)
 
     @cute.jit
     def start(self, atom: None, place: Place, slot: Int32 | int, adds: Boolean | cutlass.Constexpr[bool] = False):
-        """Write a published slot's numbers to `place`; if `adds`, add them to the numbers in memory."""
+        """Store a published slot at `place`.
+
+        Args:
+            atom: ignored.
+            adds: True: add the slot's numbers to the numbers in memory; False: overwrite these.
+        """
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         if chunk * elements < place.columns:
@@ -186,9 +193,11 @@ class Slots(slots.Slots):
     def put(
         self, values: cute.Tensor, target: RowStore | None, place: Place, slot: int, adds: Boolean | bool = False
     ) -> None:  # fmt: skip
-        """Convert a chunk of accumulators to `dtype`, and write it through a slot to `place` in global memory.
+        """Convert a chunk of accumulators to `dtype`, and store it through a slot at `place` in global memory.
 
-        adds: add the converted numbers to the numbers in memory instead of overwriting these.
+        Args:
+            target: ignored.
+            adds: True: add the converted numbers to the numbers in memory; False: overwrite these.
         """
         self.write(narrowed(values, self.dtype), slot)
         self.store(target, place, slot, adds)
