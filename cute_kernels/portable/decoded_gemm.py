@@ -94,7 +94,7 @@ class DecodedGemm(GroupedGemm):
             x: [T, K], 16-bit.
             w: quantised weights of all experts.
             y: the result; its first dimension is T.
-            groups: the first four fields of `Groups`.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
             inputs: the epilogue's inputs, which also hold the address of the weights' scales.
             position: ignored, since CTAs draw no tickets (`GroupedGemm.launch`).
         """

@@ -129,7 +129,7 @@ class DecodedLinesGemm(GroupedGemm):
             x: [T, K], 16-bit.
             w: [E, K, words or bytes of a row], quantised.
             y: [T, N], the result.
-            groups: the first four fields of `Groups`.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
             inputs: the epilogue's inputs, which also hold the address of the weights' scales.
             position: ignored, since CTAs draw no tickets (`GroupedGemm.launch`).
         """

@@ -68,7 +68,7 @@ class GroupedGemm(TileKernel):
             x: [T, K], or the tensor that `rows` selects rows from.
             w: weights of all experts, see the class.
             outputs: the tensors that the epilogue stores.
-            groups: the first four fields of `Groups`.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
             w_table: the address of experts' offsets, as in `weight_view`; 0: w is packed.
             rows: the address of int32 [T], the index of the row of x for each row of the result; 0: rows of x lie in
                 order.

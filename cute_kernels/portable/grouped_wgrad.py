@@ -130,7 +130,7 @@ class GroupedWgrad(TileKernel):
             dy: [T, N], or the tensor that row indices select from.
             x: [T, K], or the tensor that row indices select from.
             dw: [E, N, K], the result.
-            groups: the first four fields of `Groups`.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
             rows: the addresses of the indices of dy's rows and of x's rows; 0: rows lie in order. At least one of the
                 two is 0.
             dw_table: the address of the offsets of experts' dw; 0: dw is packed.

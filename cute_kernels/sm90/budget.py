@@ -123,8 +123,11 @@ def stages(tile: TileConfig, staging_bytes: int, element_bytes: int, scales_colu
 
 
 def stages_to_decode(tile: TileConfig, staging_bytes: int) -> int:
-    """Return how many pipeline stages, each with FP8 rows of x and packed 4-bit weights, fit into shared memory beside
-    `staging_bytes` of staging slots and the slots for decoded weights.
+    """Return how many pipeline stages fit into shared memory in a kernel that decodes 4-bit weights to FP8.
+
+    A stage has FP8 rows of x and packed 4-bit weights. Shared memory also holds slots for decoded weights.
+
+    staging_bytes: bytes of the epilogue's staging slots.
     """
     taken = SMALL_BYTES + SCALE_BYTES + staging_bytes + DECODING_TO_FP8[tile.m].slots * tile.n * tile.k
     return (SMEM_BYTES - taken) // (tile.m * tile.k + packed_bytes(tile))

@@ -8,8 +8,8 @@ The host does not know group sizes, so two routings stand for all:
     SKEWED    experts' shares of the rows are drawn from Dirichlet(0.5), so that an expert's rows are distributed like
               average * Z^2, with Z standard normal
 
-The constants were fitted to half of the models of perf/results/tiles-h200.csv; tests/test_choice.py checks the choices
-on the other half.
+The constants were fitted to half of the language models in perf/results/tiles-h200.csv; tests/test_choice.py checks the
+choices on the other half.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def active_share(average: float, routing: str) -> float:
 @functools.lru_cache(maxsize=1024)  # one choice of a tile calls row_tiles for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
     """Return the average number of row tiles of an expert, counting 0 for experts without rows.
+
+    With EVEN routing, each expert that has rows has max(average, 1) / height tiles, rounded up.
 
     With SKEWED routing an expert has r = average * Z^2 rows (Z standard normal). The result is the sum of
     P(r > j height) over j = 0, 1, ...; the term of j = 0 is `active_share`.

@@ -43,7 +43,7 @@ class QuantizingState(WarpgroupState):
 
 
 class QuantizingEpilogue(ActivationEpilogue):
-    """Epilogue that stores act (E4M3), and the preactivation (16-bit) if the spec saves it.
+    """Epilogue that stores the activation act in E4M3 and, if the spec saves it, the preactivation in 16 bits.
 
     Attributes:
         act_cols: columns of the activation that a slot holds.

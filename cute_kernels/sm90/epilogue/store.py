@@ -75,6 +75,7 @@ class Slots(slots.Slots):
     """A warpgroup's staging slots for TMA stores.
 
     An epilogue fills a slot from registers, starts its store, and fills it again once the store has read the slot.
+    Accumulator order is the order of epilogue/fragments.py.
 
     Args:
         smem: the slots' shared memory, (row, column, slot).

@@ -60,7 +60,7 @@ class NoScales(Invariant):
     """Stand-in for the scales object of a mainloop that multiplies by no scales."""
 
     def begin(self, work: WorkTile) -> None:
-        """Do nothing. Classes of scales start here to load the first scales of a tile."""
+        """Do nothing. Classes that have scales start loading a tile's first scales here."""
 
 
 class Loop(NamedTuple):
@@ -292,11 +292,11 @@ class Mainloop(Invariant):
         raise NotImplementedError
 
     def lines(self, operands: Operands) -> Any:
-        """Make the decoder that a thread of a decoding warpgroup passes to `decode` for all of its tiles."""
+        """Make the weight decoder of a thread of a decoding warpgroup, which passes it to `decode` for every tile."""
         raise NotImplementedError
 
     def decoding_state(self) -> pipeline.PipelineState:
-        """Make the pipeline state by which a decoding warpgroup follows the stages."""
+        """Make a decoding warpgroup's pipeline state of the stages: here a producer's, which fills stages."""
         return self.producer_state()
 
     def decode(

@@ -97,7 +97,7 @@ class DecodedRing(Invariant):
 
     @cute.jit
     def release(self, number: Int32):
-        """Free the slot of k-tile `number`; called by all lanes of an MMA warp whose wgmmas have read it."""
+        """Free the slot of k-tile `number`; called by all lanes of an MMA warp, once its wgmmas have read the slot."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.pipeline.sync_object_empty.get_barrier(self.slot(number)))
 

@@ -1,9 +1,9 @@
 """The mainloop of dx = dy w with quantised weights w, contracted over weight rows. In this file dy is called x.
 
 x comes by TMA. A decoding warpgroup writes a k-tile of decoded weights (64 weight rows by tile.n columns) into the same
-stage, in the layout in which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes have
-arrived, and 1 arrival of each thread of the decoding warpgroup, after a fence that orders its writes before wgmma's
-reads.
+stage, in the layout in which TMA would bring 16-bit weights (decoding/lines.py). A stage is full after TMA's bytes and
+1 arrival of each thread of the decoding warpgroup. Before its arrival, a fence orders the thread's writes before
+wgmma's reads.
 
 To decode 64 x 128 weights, each of an SM's warp schedulers issues 150 to 300 instructions of a decoding warp, while the
 MMAs of these weights with 128 rows of dy take 512 cycles.

@@ -146,7 +146,7 @@ class Fp8Mainloop(GemmMainloop):
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
     def first_row(self, share: TileShare) -> Int32:
-        """Return a thread's first row in the tile."""
+        """Return the index in the tile of a thread's first row of x, the first row that it has accumulators of."""
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % THREADS
         return share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
@@ -161,7 +161,7 @@ class Fp8Mainloop(GemmMainloop):
 
     @property
     def num_rows(self) -> int:
-        """Number of a thread's rows of x in a tile."""
+        """Number of a thread's rows of x in a tile, two of each slab."""
         return 2 * self.tile.slabs
 
     def scales_of_rows(self, operands: Operands) -> Int64:
