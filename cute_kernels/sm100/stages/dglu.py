@@ -1,4 +1,7 @@
-"""Blackwell's grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale."""
+"""Blackwell's grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale.
+
+launches/dglu.py has the launch and its arguments.
+"""
 
 from ...launches import dglu
 from ...specs import DgluSpec
