@@ -1,9 +1,9 @@
 """The weighted sum of a token's n residual streams of C columns, out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and
 its gradients, for T tokens.
 
-Memory bounds both kernels; a thread handles 16 bytes (a vector) of each of the n streams. Forward spreads all pairs
-(token, vector) evenly over threads, since a token's vectors do not depend on each other. Backward gives a token to a
-CTA, so that the sums over C end inside it.
+Memory bounds both kernels. A thread handles 16 bytes (a vector) of each of the n streams. Forward spreads all pairs
+(token, vector) evenly over threads, since a token's vectors do not depend on each other. Backward gives a whole token
+to a CTA, so that no sum over C spans several CTAs.
 """
 
 from __future__ import annotations

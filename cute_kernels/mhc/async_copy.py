@@ -1,6 +1,5 @@
-"""Asynchronous copies (cp.async) from global to shared memory: the thread continues while they run, and they need no
-registers.
-"""
+"""Asynchronous copies (cp.async) from global to shared memory. They need no registers, and the thread continues while
+they run."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ from ..device.vectors import VECTOR_BYTES, shared_at
 
 
 class AsyncCopy(Invariant):
-    """Asynchronous copies of 2 or 4 32-bit words each, started with `start`.
-
-    `commit` closes a group of the thread's copies; groups complete in order.
+    """Asynchronous copies of 2 or 4 32-bit words each. `start` starts a copy; `commit` closes a group of the thread's
+    copies. Groups complete in order.
 
     Args:
         words: 32-bit words of a copy, 2 or 4.
@@ -31,8 +29,8 @@ class AsyncCopy(Invariant):
         self.atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), Int32, num_bits_per_copy=32 * words)
 
     def start(self, source: cute.Tensor, target: cute.Pointer) -> None:
-        """Start a copy of `source`, `words` words in global memory, to `target` in shared memory, aligned to its
-        size."""
+        """Start a copy of `words` 32-bit words from `source` in global memory to `target` in shared memory. `target` is
+        aligned to the size of the copy."""
         cute.copy(self.atom, source, shared_at(Int32, target, self.words))
 
     @staticmethod
@@ -47,8 +45,8 @@ class AsyncCopy(Invariant):
 
 @cute.jit
 def stage_before(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
-    """Return the index of the stage before `stage` in a ring of `stages` stages. The pipelines fill it while `stage` is
-    used."""
+    """Return the index of the stage before `stage` in a ring of `stages` stages. Pipelines fill this stage while
+    `stage` is used."""
     before = stage - 1
     if stage == 0:
         before = Int32(stages - 1)

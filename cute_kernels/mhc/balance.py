@@ -1,8 +1,8 @@
-"""Sinkhorn normalisation of n x n matrices by a warp, in DeepSeek-V4.1's order: softmax of each row, + eps; divide
-columns by their sums + eps; then rows and columns in turns.
+"""Sinkhorn normalisation of n x n matrices by a warp, in DeepSeek-V4.1's order. The steps are: softmax of each row, +
+eps; divide columns by their sums + eps; then rows and columns in turns.
 
-Each lane holds one element. n is a power of two with n^2 <= 32. Each group of n^2 neighbouring lanes holds a matrix,
-either each its own or all copies of one, so that all lanes take part in the shuffles.
+n is a power of two with n^2 <= 32. Each lane holds one element, so each group of n^2 neighbouring lanes holds a matrix.
+The groups hold either different matrices or copies of the same matrix, so that all lanes take part in the shuffles.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..device.invariant import Invariant
 
 
 def total(value: Float32, distances: tuple[int, ...]) -> Float32:
-    """Return the sum of `value` over this lane and all lanes whose index differs from its index only in bits of
-    `distances` (powers of two).
+    """Return the sum of `value` over a group of lanes. The group is this lane and all lanes whose index differs from
+    its index only in bits of `distances` (powers of two).
 
-    All of these lanes get the same result, bit by bit.
+    All lanes of the group get the same result, bit by bit.
     """
     for distance in distances:
         value = value + cute.arch.shuffle_sync_bfly(value, distance)
@@ -26,7 +26,7 @@ def total(value: Float32, distances: tuple[int, ...]) -> Float32:
 
 
 class Balance(Invariant):
-    """Forward and backward of Sinkhorn normalisation for n x n matrices that a warp holds, one element a lane.
+    """Sinkhorn normalisation of n x n matrices that a warp holds, one element a lane: forward and backward.
 
     Attributes:
         rows: bits of the lane index in which the elements of one row differ.
@@ -55,8 +55,10 @@ class Balance(Invariant):
 
     @cute.jit
     def forward(self, logit: Float32, iters: Int32, eps: Float32) -> Float32:
-        """Return the lane's element of the normalised matrix, from its logit. iters: how often columns are
-        normalised."""
+        """Return the lane's element of the normalised matrix, computed from its logit.
+
+        iters: number of times that columns are normalised.
+        """
         m = self.step(self.softmax(logit) + eps, self.columns, eps)
         for _ in cutlass.range(iters - 1):
             m = self.step(self.step(m, self.rows, eps), self.columns, eps)
@@ -66,13 +68,13 @@ class Balance(Invariant):
     def backward(self, d: Float32, logit: Float32, iters: Int32, eps: Float32, steps: cute.Tensor) -> Float32:
         """Return the gradient of the lane's logit.
 
-        With H = gradient * M, elementwise, a step M' = M / (sum M + eps) of forward means H = H' - M' sum H' in
-        backward; sums are over a row or column.
+        With H = gradient * M, elementwise, a step M' = M / (sum M + eps) of forward becomes H = H' - M' sum H' in
+        backward; the sums are over a row or column.
 
         Args:
             d: the gradient of the lane's element of the result.
-            steps: float32 [iters, 2, 32] in shared memory, for this warp alone. Overwritten with each lane's element
-                after each step of forward, which this computes again.
+            steps: float32 [iters, 2, 32] in shared memory, for this warp alone. Backward computes forward's steps
+                again, and overwrites `steps` with each lane's element after each step.
         """
         lane = cute.arch.lane_idx()
         shares = self.softmax(logit)

@@ -1,4 +1,4 @@
-"""The boundary between two sublayers, from the output y of one to the input x of the next, in one read of the residual
+"""The boundary between two sublayers: from the output y of one to the input x of the next, in one read of the residual
 streams.
 
     update      streams'_j = post_j y + sum over i of comb_ij streams_i
@@ -9,18 +9,19 @@ There are T tokens of n residual streams of D columns; y and x are [T, D]. post 
 token's coefficients, which the boundary gets as inputs.
 
 A CTA has a slice of the columns, 16 (of every stream) for each warp, for a part of the tokens. Token tiles of 16 come
-through a ring of stages in shared memory, filled by asynchronous copies of whole rows of the slice (`slice_tile.py`),
-which the memory serves faster than rows of one warp. For each tile there are two steps, with a barrier before each:
+through a ring of stages in shared memory. Asynchronous copies fill it with whole rows of the slice (`slice_tile.py`),
+which memory serves faster than the short rows of one warp. For each tile there are two steps, with a barrier before
+each:
 
-1. A warp takes its columns of all 16 tokens: it updates and mixes them in registers, and leaves streams' and u where
-   streams and y were. A lane has 4 neighbouring columns of two tokens, and these words of streams' are its part of an
-   MMA operand: the contraction takes columns in whatever order that gives. The weight, each element as two 16-bit
-   numbers (`split.py`), stays in registers.
+1. A warp takes its columns of all 16 tokens. It updates and mixes them in registers, and overwrites streams by streams'
+  and y by u in the stage. A lane has 4 neighbouring columns of two tokens. These words of streams' are its words of an
+  MMA operand, so the contraction takes columns in whatever order that gives. The weight, each element as two 16-bit
+  numbers (`split.py`), stays in registers.
 2. All warps store whole rows of streams' and u, and add the warps' sums over columns: p, the sum of the streams'
-   squares, and the sum of u's squares.
+  squares, and the sum of u's squares.
 
-Each slice stores its part of these sums; a second kernel (`boundary_finish.py`) adds the parts, makes the coefficients,
-and scales u, which is stored at x's address, or in the workspace if x is wanted in MXFP8 alone (`boundary_mxfp8.py`).
+Each slice stores its part of these sums. A second kernel (`boundary_finish.py`) adds the parts, makes the coefficients,
+and scales u to x. u is stored at x's address, or in the workspace if x is wanted in MXFP8 alone (`boundary_mxfp8.py`).
 All sums are made in an order that does not depend on the tokens, so a token's results have the same bits in every
 batch.
 """
@@ -63,7 +64,8 @@ LANES_PER_ROW = 4  # of an operand
 
 
 class Given(NamedTuple):
-    """Addresses of the first kernel's inputs and of its two results, `updated` and `u`; sizes T (tokens), D (columns).
+    """Addresses of the first kernel's inputs and of its two results (`updated` and `u`), and the sizes T (tokens) and D
+    (columns).
 
     Attributes:
         y: [T, D]; 0: the streams are not updated.
@@ -92,11 +94,11 @@ class Boundary(Invariant):
     Args:
         x: the address of x in 16 bits; 0: not wanted.
         x_data, x_scale: the addresses of x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted.
-        x_block: the columns that share a scale, 32 or 128; 128: each scale is stored four times.
-        stats: the address of float32 [T, K + 2], K = n^2 + 2n, each token's numbers for backward (`Finished.stats`); 0:
-            not wanted.
+        x_block: number of columns that share a scale, 32 or 128; with 128, each scale is stored four times.
+        stats: the address of float32 [T, K + 2], K = n^2 + 2n, the numbers of each token that backward needs
+            (`Finished.stats`); 0: not wanted.
         workspace: the address of `boundary_shapes.workspace` float32 elements.
-        parts: number of parts of the tokens; for each part and slice of the columns there is a CTA.
+        parts: number of parts of the tokens. There is a CTA for each pair of a part and a slice of the columns.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -183,7 +185,9 @@ class Boundary(Invariant):
         """Return the projection's weight at a lane's columns as MMA operands; zeros after the last column.
 
         The result is operands[i][part][step], each two words: stream i; part 0 for the weight's nearest 16-bit numbers,
-        1 for their rests (`split.py`); step of 8 outputs. start: the first column of the CTA's slice.
+        1 for their rests (`split.py`); step of 8 outputs.
+
+        start: the first column of the CTA's slice.
         """
         first = start + self.tile.first_column()
         column = cutlass.min(first, width - COLUMNS)
@@ -200,9 +204,11 @@ class Boundary(Invariant):
 
     @cute.jit
     def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Start to copy token tile `number` of the slice that begins at column `start` to a stage. Past the last token,
-        the last token is copied again. Tensors that are not given, and columns past the last, become zeros, since the
-        sums over columns include them."""
+        """Start to copy token tile `number`, at the slice that begins at column `start`, to a stage.
+
+        Past the last token, the last token is copied again. Columns past the last, and tensors that are not given,
+        become zeros, since the sums over columns include them.
+        """
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         tile.copy_streams(stage, given.streams, place, place.is_column)
         tile.copy_rows(tile.array(stage, self.n), given.y, place, place.is_column & (given.y != 0))
@@ -223,8 +229,8 @@ class Boundary(Invariant):
     def _compute(self, stage: cute.Pointer, has_update: Boolean, operands: list, sums: cute.Pointer):
         """Update and mix the warp's columns of a token tile in its stage.
 
-        Store sums over these columns (the projection p, the squares of the updated streams, and the squares of the mix
-        u) in the warp's part of `sums`.
+        Sums over these columns are stored in the warp's range of `sums`: the projection p, the squares of the updated
+        streams, and the squares of the mix u.
         """
         streams = cute.make_rmem_tensor((PAIR_WORDS, self.n, 2), Int32)
         squares = cute.make_rmem_tensor(4, Float32)
@@ -254,9 +260,9 @@ class Boundary(Invariant):
         """Update and mix a lane's columns of one of its two tokens, number `half`.
 
         Args:
-            streams: [., j, half] becomes the words of updated stream j.
-            squares: the sum of the updated streams' squares is added to element 2 half, the sum of u's squares to the
-                next.
+            streams: elements [., j, half] become the words of updated stream j.
+            squares: the sum of the updated streams' squares is added to element 2 half, the sum of u's squares to
+                element 2 half + 1.
         """
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // LANES_PER_ROW + 8 * half
@@ -298,11 +304,11 @@ class Boundary(Invariant):
         return words
 
     def _products(self, streams: cute.Tensor, operands: list) -> cute.Tensor:
-        """Return p, the updated streams times weight^T, summed over the warp's columns: 4 registers of an MMA for each
-        step of 8 outputs.
+        """Return p summed over the warp's columns: the product of the updated streams and weight^T, as 4 registers of
+        an MMA for each step of 8 outputs.
 
-        Products with the weight's rests (`split`) are added first, since they may need scaling. Tensor cores truncate
-        their sums; a sum here has 64 columns.
+        Products with the weight's rests (`split`) are added first, since their sum may need scaling. Tensor cores
+        truncate their sums; a sum here has only 64 columns.
         """
         mma, products = WarpMma(self.dtype), cute.make_rmem_tensor((4, self.steps), Float32)
         products.fill(0.0)
@@ -317,7 +323,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _store(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Store the updated streams and u of token tile `number` from a stage to memory, whole rows of the slice."""
+        """Store the updated streams and u of token tile `number` from a stage to global memory, in whole rows of the
+        slice."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if given.y != 0:
@@ -326,7 +333,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _leave_sums(self, sums: cute.Pointer, partials: Int64):
-        """Add the warps' sums over columns, and store the results, a tile's sums over the slice, at `partials`."""
+        """Add the sums of all warps, and store the results at `partials`: a token tile's sums over the CTA's slice of
+        the columns."""
         thread, _, _ = cute.arch.thread_idx()
         of_warps = cute.make_tensor(sums, cute.make_layout((self.sums, self.cta.warps)))
         for place in cutlass.range(thread, self.sums, self.threads):

@@ -1,8 +1,9 @@
-"""The backward of a boundary (boundary.py) in one pass over the streams, and over their gradient.
+"""The backward of a boundary (boundary.py), in one pass over the streams and their gradient.
 
-T tokens have n residual streams of D columns; y and d_x are [T, D]. pre [n], post [n] and comb [n, n] are the token's
-coefficients that forward used; streams' are the updated streams, u is their mix, and p = streams'_flat weight^T their
-projection, K = n^2 + 2n numbers a token (streams'_flat: a token's n streams as one row of n D). d_ marks gradients.
+T tokens have n residual streams of D columns; y and d_x are [T, D]. pre [n], post [n] and comb [n, n] are a token's
+coefficients that forward used. streams' are the updated streams, and streams'_flat are a token's n updated streams as
+one row of n D. u is their mix. p = streams'_flat weight^T is their projection, K = n^2 + 2n numbers a token. d_ marks
+gradients.
 
     streams'_j = post_j y + sum over i of comb_ij streams_i          as forward rounds them
     u = sum over j of pre_j streams'_j                               as forward rounds it
@@ -13,20 +14,22 @@ projection, K = n^2 + 2n numbers a token (streams'_flat: a token's n streams as 
     d_comb_ij = d'_j . streams_i;  d_post_j = d'_j . y;  d_pre_j = d_mix . streams'_j          sums over D
     d_weight = dp^T streams'_flat;  d_w = sum of d_x u r                                       sums over tokens
 
-`boundary_tokens.py`, the kernel before, makes a token's r, factor, f and dp. `boundary_backward_finish.py`, the kernel
-after, adds the partial sums that the kernel here stores: of sums over D one for each slice of the columns, of sums over
-tokens one for each part of the tokens (`boundary_backward_shapes.BackwardCut`).
+Backward has three kernels. The first (`boundary_tokens.py`) makes each token's r, factor, f and dp. The main kernel is
+here. The last (`boundary_backward_finish.py`) adds the partial sums that the main kernel stores: for sums over D, one
+for each slice of the columns; for sums over tokens, one for each part of the tokens
+(`boundary_backward_shapes.BackwardCut`).
 
 A CTA has a slice of the columns, 16 (of every stream) for each warp, for a part of the tokens. Token tiles come through
 a ring of stages in shared memory, filled by asynchronous copies (`boundary_tile.py`). For each tile there are two
 steps, with a barrier before each:
 
-1. A warp takes its columns of all 16 tokens (`boundary_columns.py`). dp weight is a product on tensor cores. Its
-   operand, the weight, stays in registers; of its result a lane gets four neighbouring columns of two tokens, for which
-   it computes everything except sums. d'_j and d_mix, which step 2 multiplies, are rounded to 16 bits for it.
-2. The sums, on tensor cores (`boundary_sums.py`): a warp multiplies streams' of its columns by dp, summed over tokens
-   in registers; and it multiplies rows of two tokens, of all columns, by each other. Results go to memory in whole
-   rows.
+1. A warp takes its columns of all 16 tokens (`boundary_columns.py`). dp weight is a product on tensor cores, whose
+  operand, the weight, stays in registers. A lane gets four neighbouring columns of two tokens of the result, and
+  computes everything for them except sums. d'_j and d_mix are rounded to 16 bits, since step 2 multiplies them on
+  tensor cores.
+2. The sums are made on tensor cores (`boundary_sums.py`). A warp multiplies streams' of its columns by dp; these
+  products are summed over tokens in registers. It also multiplies rows of two tokens by each other, over all columns.
+  Results go to memory in whole rows.
 """
 
 from __future__ import annotations
@@ -57,10 +60,12 @@ from .slice_tile import LANES, WORDS
 
 
 class Given(NamedTuple):
-    """Addresses of the main kernel's inputs, and their sizes: T tokens, D columns. 0 for d_updated, y or d_x: zeros.
+    """Addresses of the main kernel's inputs, and their sizes: T tokens, D columns. Address 0 of d_updated, y or d_x
+    stands for zeros.
 
     Attributes:
-        streams, d_updated: [T, n, D], the streams before the update and the gradient of the updated streams.
+        streams: [T, n, D], the streams before the update.
+        d_updated: [T, n, D], the gradient of the updated streams.
         y, d_x: [T, D].
         blocks: a block for each token tile, which the first kernel stores (`boundary_backward_shapes.block_bytes`).
         tokens, width: T and D.
@@ -83,8 +88,8 @@ class Results(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Addresses and dtypes of the projection's weight [K, n D], K = n^2 + 2n, and of the weight [D] of the mix's
-    norm."""
+    """Addresses and dtypes of two parameters: the projection's weight [K, n D], K = n^2 + 2n, and the weight [D] of the
+    mix's RMS norm."""
 
     weight: Int64
     weight_code: Int32
@@ -93,8 +98,8 @@ class Parameters(NamedTuple):
 
 
 class BoundaryBackward(Invariant):
-    """Host function and main kernel of the boundary's backward. Address 0 of a gradient: an input that is not given, or
-    a result that is not wanted.
+    """Host function and main kernel of the boundary's backward. Address 0 of a gradient means: an input that is not
+    given, or a result that is not wanted.
 
     Args:
         workspace: its address; its size is `boundary_backward_shapes.backward_workspace(...).end`.
@@ -171,7 +176,7 @@ class BoundaryBackward(Invariant):
     def _tiles(
         self, ring: cute.Pointer, given: Given, results: Results, weights: ColumnWeights, leaves: Leaves, span: tuple
     ):  # fmt: skip
-        """Process token tiles span[0] .. span[1] - 1 of this CTA's slice, in one copy pipeline, and store the sums over
+        """Process token tiles span[0] .. span[1] - 1 of this CTA's slice in one copy pipeline. Then store the sums over
         their tokens in the workspace."""
         index, part, _ = cute.arch.block_idx()
         slices, _, _ = cute.arch.grid_dim()
@@ -203,9 +208,11 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Start to copy token tile `number` of the slice that begins at column `start` to a stage. Past the last token,
-        the last token is copied again. Tensors that are not given, and columns past the last, become zeros, since the
-        sums over columns include them."""
+        """Start to copy token tile `number`, at the slice that begins at column `start`, to a stage.
+
+        Past the last token, the last token is copied again. Columns past the last, and tensors that are not given,
+        become zeros, since the sums over columns include them.
+        """
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         tile.copy_streams(tile.array(stage, tile.streams), given.streams, place, place.is_column)
         of_updated = place.is_column & (given.d_updated != 0)
@@ -215,8 +222,8 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _copy_block(self, stage: cute.Pointer, given: Given, number: Int32):
-        """Start to copy the block that the first kernel stored for token tile `number` to a stage: dp (the projection's
-        gradient), and a record of float32 numbers for each token."""
+        """Start to copy the block of token tile `number` to a stage. The first kernel stored this block: dp (the
+        projection's gradient), and a record of float32 numbers for each token."""
         thread, _, _ = cute.arch.thread_idx()
         tile = self.tile
         block, target = given.blocks + Int64(number) * (tile.block_words * 4), stage + tile.arrays * tile.array_words
@@ -225,15 +232,16 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _weights(self, parameters: Parameters, start: Int32, width: Int32) -> ColumnWeights:
-        """Return the weight and the norm's weight at the lane's columns of the slice that begins at column `start`."""
+        """Return the projection's weight and the norm's weight at the lane's columns of the slice that begins at column
+        `start`."""
         column = cutlass.min(start + self.tile.first_column(), width - WORDS)
         norm = load_params(parameters.norm, parameters.norm_code, Int64(column), WORDS)
         return ColumnWeights(self.columns.operands(parameters.weight, parameters.weight_code, start, width), norm)
 
     @cute.jit
     def _store(self, out: cute.Pointer, given: Given, results: Results, start: Int32, number: Int32):
-        """Store d_streams and d_y of token tile `number` from the arrays at `out` to memory, whole rows of the
-        slice."""
+        """Store d_streams and d_y of token tile `number` from the arrays at `out` to global memory, in whole rows of
+        the slice."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if results.d_streams != 0:

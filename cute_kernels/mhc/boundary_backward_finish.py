@@ -1,12 +1,16 @@
-"""The last kernel of the boundary's backward (boundary_backward.py): adds the partial sums that the CTAs of the kernels
-before stored, in a fixed order.
+"""The last kernel of the boundary's backward (boundary_backward.py). It adds, in a fixed order, the partial sums that
+the CTAs of the kernels before it stored.
 
-Its CTAs are, in this order: one for the gradients of base and scale; one for each fragment of a slice of the weight's
-gradient; one for each slice of the gradient of the norm's weight; the rest for the gradients of the coefficients, with
-a thread for each of a token's K = n^2 + 2n numbers.
+The names: of n residual streams with D columns each, a slice is a range of the D columns. base and scale are the
+parameters of the gates that make the coefficients comb [n, n], post [n] and pre [n]. The norm is the RMS norm of the
+mix.
 
-Of n residual streams with D columns each, a slice is a range of the D columns. base and scale are the parameters of the
-gates that make the coefficients comb [n, n], post [n] and pre [n]. The norm is the RMS norm of the mix.
+The kernel's CTAs are, in this order:
+
+- one for the gradients of base and scale;
+- one for each fragment of a slice of the weight's gradient;
+- one for each slice of the gradient of the norm's weight;
+- the remaining CTAs for the gradients of the coefficients, with a thread for each of a token's K = n^2 + 2n numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class Finished(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Number of slices into which the columns are divided, and of parts into which the tokens are divided."""
+    """Number of slices into which the columns are divided, and number of parts into which the tokens are divided."""
 
     slices: Int32
     parts: Int32
@@ -73,7 +77,10 @@ class BoundaryBackwardFinish(Invariant):
         self, sums: tuple, rows: GateRows, finished: Finished, tokens: Int32, width: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. sums: the addresses dots, weights and norms of `BackwardWorkspace`."""
+        """Launch the kernel.
+
+        sums: the addresses `dots`, `weights` and `norms` of `BackwardWorkspace`.
+        """
         cut = Cut(slices_of(self.cta, width), parts)
         of_tokens = Int32(cute.ceil_div(Int64(tokens) * self.outputs, self.threads))
         of_slices = cut.slices * (self.fragments + 1)
@@ -111,10 +118,10 @@ class BoundaryBackwardFinish(Invariant):
     def _weight(
         self, weights: Int64, finished: Finished, cut: Cut, slice_: Int32, index: Int32, width: Int32
     ):  # fmt: skip
-        """Add one fragment of a slice's sums for the weight's gradient over the parts of the tokens, and store it.
+        """Store one fragment of a slice of the weight's gradient: the sum over all parts of the tokens.
 
         index: the fragment's number. With K = n^2 + 2n outputs, it has the 8 outputs from 8 (index % (K / 8)) on, of
-            stream index / (K / 8).
+        stream index / (K / 8).
         """
         thread, _, _ = cute.arch.thread_idx()
         lane, steps = thread % LANES, self.outputs // 8
@@ -143,8 +150,8 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
-        """Store one of the n^2 + 2n elements of a token's gradients of comb, post and pre: the sum of what all slices
-        of the columns stored for it."""
+        """Store one of the n^2 + 2n elements of a token's gradients of comb, post and pre: the sum of its partial sums
+        over all slices of the columns."""
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs

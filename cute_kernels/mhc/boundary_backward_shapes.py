@@ -19,8 +19,8 @@ TOKENS_OF_A_WARP = 2
 TOKEN_CTAS_PER_SM = 6
 MOST_PARTS = 16
 MOST_TILES = 512
-"""The most token tiles in one part of the tokens. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5
-of their values, and more over more tokens."""
+"""The most token tiles in one part of the tokens. Tensor cores truncate their sums: a sum over 4681 tokens loses 1e-5
+of its value, and more over more tokens."""
 CHOICES = (SliceCta(8, 3), SliceCta(4, 2))
 """Sizes of a CTA, the best first."""
 WARPS_PER_SM = 8
@@ -29,16 +29,16 @@ WARPS_PER_SM = 8
 def coefficient_floats(n: int) -> int:
     """Return the number of float32 numbers in a token's record, which the first kernel makes for the main kernel.
 
-    A record has the coefficients comb (n^2 numbers), post (n) and pre (n), the token's r, factor and f
-    (`boundary_tokens.py` has their formulas), and one number of padding, to whole vectors of 16 bytes.
+    A record has the coefficients comb (n^2 numbers), post (n) and pre (n), then the token's r, factor and f (formulas
+    in `boundary_tokens.py`), then one number of padding, so that it fills whole vectors of 16 bytes.
     """
     return outputs(n) + 4
 
 
 def dp_bytes(n: int) -> int:
-    """Return the bytes that a token tile's dp takes in one 16-bit number an element.
+    """Return the bytes of a token tile's dp with one 16-bit number for each element.
 
-    dp is stored twice in this way: each element's nearest 16-bit number, and its rest (`split.py`).
+    dp is stored twice in this size: once each element's nearest 16-bit number, once its rest (`split.py`).
     """
     return TOKEN_TILE * outputs(n) * ITEMSIZE
 
@@ -52,8 +52,9 @@ def block_bytes(n: int) -> int:
 def smem_bytes(n: int, cta: SliceCta) -> int:
     """Return a CTA's bytes of shared memory for the main kernel.
 
-    A stage of the ring has n streams, n gradients of the updated streams, y and d_x, then the block of the first
-    kernel. After the stages come the n updated streams, and the results on their way to memory: n d_streams and d_y.
+    Each stage of the ring holds n streams, n gradients of the updated streams, y and d_x, then the block that the first
+    kernel stored. After the stages come the n updated streams, then the results before they are stored: n d_streams and
+    d_y.
     """
     return cta.stages * (2 * (n + 1) * cta.array_bytes + block_bytes(n)) + (2 * n + 1) * cta.array_bytes
 
@@ -67,9 +68,9 @@ class BackwardCut(NamedTuple):
     """Division of the tokens over the CTAs of the boundary's backward.
 
     Attributes:
-        token_ctas: CTAs of the first kernel, which share the tokens.
-        parts: parts of the tokens. The main kernel has a CTA for each part and slice of the columns, which stores sums
-            over the part for the parameters' gradients.
+        token_ctas: number of CTAs of the first kernel, which share the tokens.
+        parts: number of parts of the tokens in the main kernel. The kernel has a CTA for each pair of a part and a
+            slice of the columns; the CTA stores sums over the part for the parameters' gradients.
     """
 
     token_ctas: int
@@ -77,7 +78,10 @@ class BackwardCut(NamedTuple):
 
 
 def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
-    """Return the division with which the main kernel takes the least time, by the model of `parts_of`. width: D."""
+    """Return the division of the tokens with which the main kernel takes the least time, by the model of `parts_of`.
+
+    width: D.
+    """
     slices, tiles, slots = slices_of(cta, width), tiles_of(tokens), num_sms * WARPS_PER_SM // cta.warps
     parts = parts_of(slices, tiles, slots, max(1, -(-tiles // MOST_TILES)), MOST_PARTS)
     of_tokens = -(-tokens // (TOKEN_WARPS * TOKENS_OF_A_WARP))
@@ -112,7 +116,8 @@ class BackwardWorkspace(NamedTuple):
 def backward_workspace(
     n: int, cta: SliceCta, width: Any, tokens: Any, token_ctas: Any, parts: Any
 ) -> BackwardWorkspace:  # fmt: skip
-    """Return the offsets of the workspace's arrays, and its size. Every array begins at a multiple of 16 bytes.
+    """Return the offsets of the workspace's arrays, and the workspace's size. Every array begins at a multiple of 16
+    bytes.
 
     width: D. token_ctas, parts: see `BackwardCut`.
     """

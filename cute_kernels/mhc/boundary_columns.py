@@ -1,9 +1,13 @@
-"""The first step of a token tile in the boundary's backward: all that is computed column by column.
+"""The first step of a token tile in the boundary's backward: everything that is computed for each column alone.
 
 `boundary_backward.py` has the formulas. Of n residual streams with D columns, a warp has WARP_COLUMNS columns of each.
-d_updated is the given gradient of the updated streams and d' their whole gradient; d_mix is the gradient of the mix u
-of the updated streams; dp is the gradient of the projection, which has K = n^2 + 2n outputs. pre [n], post [n] and
-comb [n, n] are a token's coefficients.
+The names:
+
+    d_updated                       the gradient of the updated streams that is given
+    d'                              the whole gradient of the updated streams
+    d_mix                           the gradient of the mix u of the updated streams
+    dp                              the gradient of the projection, which has K = n^2 + 2n outputs
+    pre [n], post [n], comb [n, n]  a token's coefficients
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ PARTS = 2
 
 
 class ColumnWeights(NamedTuple):
-    """A lane's parameters, at its columns of the CTA's slice of the columns.
+    """Parameters at a lane's columns.
 
     Attributes:
         operands: the projection's weight as MMA operands (`BoundaryColumns.operands`).
@@ -81,23 +85,24 @@ class BoundaryColumns(Invariant):
     ):  # fmt: skip
         """Compute the updated streams, d_streams and d_y at the warp's columns of a token tile.
 
-        In the stage, replace d_updated (the given gradient of the updated streams) by d' (their whole gradient), and
-        d_x by d_mix (the gradient of the mix u), of which the next step makes sums.
+        The call also overwrites arrays in the stage, from which the next step makes sums. d_updated (the given gradient
+        of the updated streams) becomes d' (their whole gradient), and d_x becomes d_mix (the gradient of the mix u).
 
         Args:
             stage: the tile's arrays in shared memory (`BoundaryTile`).
             made: arrays in shared memory to which the updated streams are written.
             out: arrays in shared memory to which d_streams and d_y are written.
             weights: the lane's parameters.
-            of_norm: the lane's sums over tokens for the gradient of the norm's weight; the tile's are added.
+            of_norm: the lane's sums over tokens for the gradient of the norm's weight; the tile's contribution is
+                added.
         """
         products = self._products(stage, weights.operands)
         for half in cutlass.range_constexpr(2):
             self._half(stage, made, out, weights, of_norm, products, half)
 
     def _products(self, stage: cute.Pointer, operands: list) -> list:
-        """Return the product of dp (the projection's gradient) and the weight, a term of d', at the warp's columns: for
-        each stream and pair of columns the 4 registers of an MMA."""
+        """Return dp weight at the warp's columns, which is a term of d': the 4 registers of an MMA for each stream and
+        pair of columns. dp is the projection's gradient."""
         tile = self.tile
         blocks = stage + tile.arrays * tile.array_words
         left = [dp_words(blocks, self.dtype, self.steps, False, part) for part in range(PARTS)]
@@ -156,8 +161,8 @@ class BoundaryColumns(Invariant):
     def _updated(
         self, stage: cute.Pointer, made: cute.Pointer, places: list, comb: list, post: list, y: cute.Tensor
     ) -> list:  # fmt: skip
-        """Return a lane's columns of the updated streams, computed and rounded as forward does, and write them to the
-        arrays at `made`."""
+        """Compute a lane's columns of the updated streams, rounded as in forward. Write them to the arrays at `made`,
+        and return them."""
         tile, found = self.tile, []
         streams = [tile.numbers(tile.array(stage, tile.streams + i), places[i]) for i in range(self.n)]
         by_source = [[comb[j][i] for j in range(self.n)] for i in range(self.n)]
@@ -169,7 +174,7 @@ class BoundaryColumns(Invariant):
     def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
         """Write a lane's columns of d_streams_i or d_y, rounded, to an array of results at `offset`.
 
-        They are the sum over streams j of totals[j] (d'_j) times factors[j] (comb_ij, or post_j for d_y).
+        The written values are the sum over streams j of totals[j] (d'_j) times factors[j] (comb_ij, or post_j for d_y).
         """
         values = cute.make_rmem_tensor(COLUMNS, Float32)
         values.store(totals[0] * factors[0])

@@ -1,12 +1,12 @@
-"""The second kernel of a boundary's forward (boundary.py): adds the slices' partial sums, makes the coefficients (norm,
-gates, Sinkhorn), and turns u into x by its RMS norm.
+"""The second kernel of a boundary's forward (boundary.py). It adds the slices' partial sums, makes the coefficients
+(norm, gates, Sinkhorn), and turns the mix u into x by the RMS norm of u.
 
 A slice is a range of the streams' D columns, for which a CTA of the first kernel stored sums. p is the projection of a
-token's n streams, K = n^2 + 2n numbers, from which the coefficients pre [n], post [n] and comb [n, n] are made; u is
+token's n streams: K = n^2 + 2n numbers, from which the coefficients pre [n], post [n] and comb [n, n] are made. u is
 the mix of the streams, [T, D].
 
-Each CTA handles one token. Each of its warps adds the sums of some slices, in a fixed order. The first warp makes the
-coefficients, all warps scale u.
+Each CTA handles one token. Each of its warps adds the sums of some slices, in a fixed order. Then the first warp makes
+the coefficients, and all warps scale u.
 """
 
 from __future__ import annotations
@@ -30,27 +30,32 @@ from .shapes import TOKEN_TILE, outputs
 THREADS = 128
 FINISH_WARPS = THREADS // LANES
 READS = 8
-"""Slices whose sums a warp reads before it adds the first."""
+"""Number of slices whose sums a warp loads before it adds the first."""
 
 
 class Partials(NamedTuple):
-    """The partial sums that the first kernel stored. address: the address of float32 [slices, token tiles,
-    `boundary_shapes.tile_sums`]. slices: number of slices of the columns."""
+    """The partial sums that the first kernel stored.
+
+    Attributes:
+        address: the address of float32 [slices, token tiles, `boundary_shapes.tile_sums`].
+        slices: number of slices of the columns.
+    """
 
     address: Int64
     slices: Int32
 
 
 class Finished(NamedTuple):
-    """Addresses of the mix u, of the boundary's results, and of the norm's weight; 0: a result that is not wanted.
+    """Addresses of the mix u, of the norm's weight, and of the boundary's results. 0: the result is not wanted.
 
     Attributes:
         u: [T, D].
         x: [T, D]; may be u's address.
-        x_data, x_scale, x_block: x in MXFP8 and the columns of a block, 32 or 128 (boundary_mxfp8.py).
+        x_data, x_scale, x_block: x in MXFP8, its scales, and the number of columns that share a scale, 32 or 128
+            (boundary_mxfp8.py).
         norm_weight, norm_code: the norm's weight and its dtype.
         pre, post, comb: the new coefficients, float32.
-        stats: float32 [T, K + 2], p, the root mean square of the streams, and the factor of u's norm; 0: not wanted.
+        stats: float32 [T, K + 2]: p, the root mean square of the streams, and the factor of u's norm; 0: not wanted.
     """
 
     u: Int64
@@ -71,10 +76,13 @@ def gate_argument(
     p: Float32, rms: Float32, scale: Int64, scale_code: Int32, base: Int64, base_code: Int32, k: Int32,
     n: cutlass.Constexpr[int],
 ) -> Float32:  # fmt: skip
-    """Return z = p / rms * scale + base, the argument of coefficient k's gate (a sigmoid, or Sinkhorn's logit).
+    """Return z = p / rms * scale + base. z is the argument of coefficient k's gate, which is a sigmoid (pre, post) or
+    Sinkhorn normalisation (comb).
 
-    scale: the address of [3]: the factors of pre (k < n), post (k < 2n) and comb. base: the address of [n^2 + 2n].
-    scale_code, base_code: their dtypes.
+    Args:
+        scale: the address of [3]: the factors of pre (k < n), of post (k < 2n) and of comb.
+        base: the address of [n^2 + 2n].
+        scale_code, base_code: their dtypes.
     """
     part = Int32(2)
     if k < n:
@@ -86,7 +94,8 @@ def gate_argument(
 
 
 class BoundaryFinish(Invariant):
-    """Second kernel of the boundary's forward: makes the new coefficients, and x in 16 bits (top of this file)."""
+    """Second kernel of the boundary's forward: makes the new coefficients, and x in 16 bits (see the top of this
+    file)."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -96,7 +105,7 @@ class BoundaryFinish(Invariant):
         self.balance = Balance(n)
 
     def smem_bytes(self, width: Int32) -> int | Int32:
-        """Return a CTA's bytes of shared memory: each warp's sums. width: D."""
+        """Return a CTA's bytes of shared memory, which hold each warp's sums. width: D."""
         return FINISH_WARPS * LANES * 4
 
     @cute.jit
@@ -104,8 +113,13 @@ class BoundaryFinish(Invariant):
         self, partials: Partials, gates: tuple, finished: Finished, tokens: Int32, width: Int32, iters: Int32,
         epsilons: tuple, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch a CTA for each token. gates: scale and base, each followed by its dtype. epsilons: rms_eps, eps and
-        norm_eps. width: D."""
+        """Launch one CTA for each token.
+
+        Args:
+            gates: scale and base, each followed by its dtype.
+            epsilons: rms_eps, eps and norm_eps.
+            width: D.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, gates, finished, tokens, width, iters, epsilons).launch(
             grid=(tokens, 1, 1),
@@ -143,9 +157,9 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
-        """Return this warp's part of one of a token's sums, number `lane`: over every FINISH_WARPS-th slice.
+        """Return one of a token's sums, number `lane`, over the slices of this warp: every FINISH_WARPS-th slice.
 
-        The sums are the n^2 + 2n elements of p, the updated streams' squares, and u's squares.
+        A token's sums are the n^2 + 2n elements of p, the updated streams' squares, and u's squares.
         """
         row, number = token % TOKEN_TILE, cutlass.min(lane, self.outputs + 1)
         place = row * self.outputs + number
@@ -167,9 +181,9 @@ class BoundaryFinish(Invariant):
     def _coefficients(
         self, gates: tuple, finished: Finished, token: Int32, total: Float32, rms: Float32, eps: Float32, iters: Int32
     ):  # fmt: skip
-        """Make and store a token's coefficients and stats; called by one warp.
+        """Make and store a token's coefficients and stats. One warp calls this.
 
-        total: in lane k, element k of the projection p; lanes from n^2 + 2n on have none.
+        total: in lane k < n^2 + 2n, element k of the projection p; other lanes have none.
         """
         n, lane, at = self.n, cute.arch.lane_idx(), Int64(token)
         scale, scale_code, base, base_code = gates

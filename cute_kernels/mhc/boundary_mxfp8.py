@@ -1,9 +1,10 @@
-"""The second kernel of a boundary's forward (boundary_finish.py) with x in MXFP8: E4M3 elements and E8M0 scales.
+"""The second kernel of a boundary's forward (boundary_finish.py) if x is wanted in MXFP8: E4M3 elements and E8M0
+scales.
 
-A thread has 8 columns of u, makes x in the streams' dtype from them, and quantises these numbers, so `quantize_mxfp8`
-of x would give the same bytes. Threads of the same block of 32 or 128 columns are neighbouring lanes and exchange
-magnitudes. A row's scales are collected in shared memory, since a warp would store 8 bytes of them at a time,
-and storing less than a sector (32 bytes) costs as much as storing two sectors.
+A thread has 8 columns of u. It makes x in the streams' dtype from them, then quantises x, so the result has the same
+bytes as `quantize_mxfp8` of x. Threads of the same block of 32 or 128 columns are neighbouring lanes; they exchange
+magnitudes by shuffles. A row's scales are collected in shared memory before they are stored. Otherwise a warp would
+store 8 bytes of scales at a time, and storing less than a sector (32 bytes) costs as much as storing two sectors.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from .boundary_shapes import SCALE_COLUMNS, WIDE_COLUMNS
 from .gates import LANES
 
 READS = 4
-"""Vectors of u that a thread reads before it uses the first."""
+"""Vectors of u that a thread loads before it uses the first."""
 WORDS = VECTOR_BYTES // 4
 WORD_SCALES = 4
 
 
 class FinishInMxfp8(BoundaryFinish):
-    """Second kernel of the boundary's forward if x is wanted in MXFP8: makes the new coefficients, and x in MXFP8 and,
-    if wanted, also in 16 bits."""
+    """Second kernel of the boundary's forward if x is wanted in MXFP8. It makes the new coefficients, x in MXFP8 and,
+    if wanted, also x in 16 bits."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         super().__init__(name, dtype, n)
@@ -68,8 +69,10 @@ class FinishInMxfp8(BoundaryFinish):
     def _store(
         self, finished: Finished, token: Int32, vector: Int32, vectors: Int32, made: cute.Tensor, scales: cute.Tensor
     ):  # fmt: skip
-        """Store a thread's vector of x, and put its block's scale into shared memory. Called by all lanes of a warp;
-        vectors after the last are not stored and count as zeros."""
+        """Store a thread's vector of x, and write its block's scale to shared memory.
+
+        All lanes of a warp call this. Vectors after the last are not stored and count as zeros.
+        """
         is_inside = vector < vectors
         at = Int64(token) * vectors + vector
         if (finished.x != 0) & is_inside:
@@ -85,7 +88,8 @@ class FinishInMxfp8(BoundaryFinish):
 
     @cute.jit
     def _exponent(self, words: cute.Tensor, is_inside: Boolean, block: Int32) -> Int32:
-        """Return the scale byte of the block that holds this thread's vector of x, given as 32-bit words."""
+        """Return the scale byte of the block to which this thread's vector of x belongs. words: the vector, as 32-bit
+        words."""
         kind = self.magnitudes
         most = kind.absolute(words[0])
         for j in cutlass.range_constexpr(1, WORDS):
@@ -96,8 +100,8 @@ class FinishInMxfp8(BoundaryFinish):
         return exponent_of(kind.greatest(most))
 
     def _max_over_lanes(self, most: Int32, first: int, beyond: int) -> Int32:
-        """Return the greatest `most` (magnitudes, in words) of all lanes whose index differs from this lane's only in
-        the bits first, 2 first, ... below `beyond`."""
+        """Return the greatest `most` (a word of magnitudes) over a group of lanes. The group is all lanes whose index
+        differs from this lane's only in the bits first, 2 first, ... below `beyond`."""
         distance = first
         while distance < beyond:
             most = self.magnitudes.max(most, cute.arch.shuffle_sync_bfly(most, distance))
@@ -106,7 +110,8 @@ class FinishInMxfp8(BoundaryFinish):
 
     @cute.jit
     def _store_scales(self, finished: Finished, token: Int32, count: Int32, scales: cute.Tensor):
-        """Store a token's scales: four a thread if rows of scales begin at multiples of 4 bytes, else one."""
+        """Store a token's scales. A thread stores four scales at once if rows of scales begin at multiples of 4 bytes,
+        otherwise one."""
         thread, _, _ = cute.arch.thread_idx()
         row = finished.x_scale + Int64(token) * count
         if count % WORD_SCALES == 0:

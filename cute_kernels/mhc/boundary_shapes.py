@@ -1,10 +1,12 @@
 """Sizes of the boundary's kernels, on which the host (workspaces, launch arguments) and the kernels must agree. Plain
 Python: imports no compiler.
 
-T tokens have n residual streams of D columns each. From a sublayer's output y [T, D] a boundary (boundary.py) makes the
-updated streams, their mix u [T, D], and their projection p with K = n^2 + 2n numbers a token. comb [n, n], post [n] and
-pre [n] are a token's coefficients of the update and the mix. A slice is a range of the D columns, a part (of the
-tokens) a range of token tiles; each pair of a slice and a part has a CTA.
+T tokens have n residual streams of D columns each. A boundary (boundary.py) takes a sublayer's output y [T, D]. It
+makes the updated streams, their mix u [T, D], and their projection p with K = n^2 + 2n numbers a token. comb [n, n],
+post [n] and pre [n] are a token's coefficients of the update and the mix.
+
+A slice is a range of the D columns. A part (of the tokens) is a range of token tiles. There is a CTA for each pair of a
+slice and a part.
 """
 
 from __future__ import annotations
@@ -16,28 +18,35 @@ from ..architectures import ARCHS
 from .shapes import TOKEN_TILE, outputs
 
 COUNTS = (4,)
-"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. With 8 streams the weight at a warp's
-columns would take 192 registers a lane, forward's second kernel has too few lanes in a warp for a token's 82 sums and
-for the 64 elements of comb, and backward multiplies two tokens' rows, eight in all, by each other."""
+"""Numbers of streams for which boundary kernels exist: four, as in DeepSeek-V4.1.
+
+8 streams do not fit. The weight at a warp's columns would take 192 registers a lane. In forward's second kernel, a warp
+has too few lanes for a token's 82 sums and for the 64 elements of comb. Backward multiplies rows of two tokens by each
+other in one MMA, which has room for eight rows in all.
+"""
 WARP_COLUMNS = 16
-"""Columns (of each stream) of a warp. With n = 4 streams, the weight at these columns takes 48 registers a lane; in
-backward the sums for the weight's gradient, K = n^2 + 2n numbers for each column, take as many."""
+"""Columns (of each stream) of a warp. With n = 4 streams, the weight at these columns takes 48 registers a lane. In
+backward, the sums for the weight's gradient (K = n^2 + 2n numbers for each column) take another 48."""
 ITEMSIZE = 2
 CTA_TILES = 2
-"""Time that a CTA takes to load the weight and to fill its ring, in units of the time of one token tile."""
+"""Time that a CTA needs to load the weight and to fill its ring, in units of the time of one token tile."""
 MOST_PARTS = 64
 SCALE_COLUMNS, WIDE_COLUMNS = 32, 128
-"""Columns of x in MXFP8 that share a scale: in blocks of 1x32, and in blocks of 1x128, whose scale is stored four
-times."""
+"""Columns of x in MXFP8 that share a scale. SCALE_COLUMNS: in blocks of 1x32. WIDE_COLUMNS: in blocks of 1x128, whose
+scale is stored four times."""
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 STATS = 2
-"""Numbers of a token that forward keeps for backward besides the projection p: the root mean square of the updated
-streams, and the factor of the mix's norm, 1 / sqrt(mean u^2 + norm_eps)."""
+"""How many numbers of a token forward keeps for backward besides the projection p. They are the root mean square of the
+updated streams, and the factor of the mix's norm, 1 / sqrt(mean u^2 + norm_eps)."""
 
 
 class SliceCta(NamedTuple):
-    """Sizes of a CTA that has a slice of the columns: WARP_COLUMNS of every stream for each of its `warps` warps.
-    stages: number of token tiles that its ring holds."""
+    """Sizes of a CTA that has a slice of the columns.
+
+    Attributes:
+        warps: number of warps, each with WARP_COLUMNS columns of every stream.
+        stages: number of token tiles that the CTA's ring holds.
+    """
 
     warps: int
     stages: int
@@ -57,13 +66,16 @@ CHOICES = (SliceCta(16, 4), SliceCta(16, 3), SliceCta(8, 2))
 
 
 def first_that_fits(choices: tuple[SliceCta, ...], bytes_of: Callable[[SliceCta], int], room: int) -> SliceCta:
-    """Return the first of `choices` that fits into `room` bytes of shared memory. bytes_of: returns the bytes that a
-    choice takes."""
+    """Return the first of `choices` that fits into `room` bytes of shared memory.
+
+    bytes_of: a function that returns the bytes of shared memory of a choice.
+    """
     return next(cta for cta in choices if bytes_of(cta) <= room)
 
 
 def slices_of(cta: SliceCta, width: Any) -> Any:
-    """Return the number of slices, of at most `cta.columns` columns, into which a stream's D columns are divided.
+    """Return the number of slices into which a stream's D columns are divided. A slice has at most `cta.columns`
+    columns.
 
     width: D.
     """
@@ -71,21 +83,22 @@ def slices_of(cta: SliceCta, width: Any) -> Any:
 
 
 def tiles_of(tokens: Any) -> Any:
-    """Return the number of token tiles (of at most TOKEN_TILE tokens) of T tokens. tokens: T."""
+    """Return how many token tiles, of TOKEN_TILE tokens each, T tokens fill. tokens: T."""
     return (tokens + TOKEN_TILE - 1) // TOKEN_TILE
 
 
 def parts_of(slices: int, tiles: int, slots: int, least: int, most: int) -> int:
-    """Return the number of parts, from `least` to `most`, into which to cut the token tiles so that the kernel takes
-    the least time: the number of waves of CTAs, times (tiles of a part + CTA_TILES).
+    """Return the number of parts into which to divide the token tiles, so that the kernel takes the least time. The
+    model of its time is: number of waves of CTAs, times (tiles of a part + CTA_TILES).
 
-    There is a CTA for each slice of the columns of each part of the tokens. All slices of a part run at about the same
-    time, so that neighbouring columns reach memory together.
+    There is a CTA for each pair of a slice of the columns and a part of the tokens. All slices of a part run at about
+    the same time, so that neighbouring columns reach memory together.
 
     Args:
         slices: number of slices of the columns.
         tiles: number of token tiles.
-        slots: CTAs that run at a time on the GPU.
+        slots: number of CTAs that run on the GPU at the same time.
+        least, most: the range of the result.
     """
     times = {
         parts: -(-slices * parts // slots) * (-(-tiles // parts) + CTA_TILES)
@@ -97,17 +110,17 @@ def parts_of(slices: int, tiles: int, slots: int, least: int, most: int) -> int:
 def coefficient_floats(n: int) -> int:
     """Return the distance, in float32 numbers, from one token's coefficients to the next token's in shared memory.
 
-    A token has comb (n^2 numbers), post (n) and pre (n), and 16 bytes of padding, with which the 16-byte reads of 8
-    tokens use all banks.
+    A token has comb (n^2 numbers), post (n) and pre (n), and 16 bytes of padding. The padding lets the 16-byte reads of
+    8 tokens use all banks.
     """
     return n * n + 2 * n + 4
 
 
 def tile_sums(n: int) -> int:
-    """Return how many sums over columns a token tile has.
+    """Return how many sums over columns a token tile has. Each token has n^2 + 2n + 2 sums: the elements of the
+    projection p, the sum of the updated streams' squares, and the sum of the mix u's squares.
 
-    These are, for each token, the n^2 + 2n elements of the projection p; then, for each token, the sum of the updated
-    streams' squares and the sum of the mix u's squares.
+    First come the elements of p of all tokens, then the two sums of squares of each token.
     """
     return TOKEN_TILE * (outputs(n) + 2)
 
@@ -130,18 +143,24 @@ def cta_of(arch: str, n: int) -> SliceCta:
 
 
 def cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> int:
-    """Return the number of parts into which forward divides the tokens, on SMs that hold one CTA each. No result
-    depends on it. width: D."""
+    """Return the number of parts into which forward divides the tokens, if each SM holds one CTA. The number does not
+    change any result.
+
+    width: D.
+    """
     return parts_of(slices_of(cta, width), tiles_of(tokens), num_sms, 1, MOST_PARTS)
 
 
 def mix_place(n: int, slices: Any, tokens: Any) -> Any:
-    """Return where the mix u begins in forward's workspace, in float32 elements: after the sums of all slices, at a
-    multiple of 4 (16 bytes). slices and tokens (T) are Python integers or the compiler's."""
+    """Return the index, in float32 elements, at which the mix u begins in forward's workspace. u follows the sums of
+    all slices, at a multiple of 4 elements (16 bytes).
+
+    slices and tokens (T) are Python integers or the compiler's.
+    """
     return slices * tiles_of(tokens) * tile_sums(n)
 
 
 def workspace(n: int, slices: int, tokens: int, mix_columns: int = 0) -> int:
-    """Return the size of forward's workspace in float32 elements: for each slice and token tile its sums (`tile_sums`),
-    then `mix_columns` columns of the mix u in 16 bits."""
+    """Return the size of forward's workspace in float32 elements. The workspace has the sums of each slice and token
+    tile (`tile_sums`), then `mix_columns` columns of the mix u in 16 bits."""
     return mix_place(n, slices, tokens) + tokens * mix_columns // 2

@@ -48,9 +48,10 @@ class BoundarySums(Invariant):
     The weight's gradient is made transposed: for each stream, 16 columns times 8 outputs, summed over tokens in
     registers.
 
-    Sums over columns are dot products of rows, for two tokens at a time. One MMA multiplies their streams (8 rows) and
-    y (8 rows: each token's y four times) by their d' (8 rows); another multiplies their streams' by their d_mix. Both
-    also multiply one token's rows by the other's; these elements of the results are not used.
+    Sums over columns are dot products of rows; two tokens share an MMA. One MMA multiplies the two tokens' streams (8
+    rows) and y (8 rows: each token's y four times) by their d' (8 rows). Another multiplies their streams' by their
+    d_mix. Both MMAs also multiply one token's rows by the other token's rows; these elements of the results are not
+    used.
     """
 
     def __init__(self, tile: BoundaryTile):
@@ -61,10 +62,11 @@ class BoundarySums(Invariant):
         self.steps = self.outputs // 8
 
     def zeros(self) -> cute.Tensor:
-        """Return zeroed float32 registers in which a lane sums its elements of the weight's gradient.
+        """Return zeroed float32 registers in which a lane sums its elements of the weight's gradient, over all tokens
+        of the CTA's part.
 
-        [FRAGMENT, K / 8, n]: for each of the n streams and each group of 8 of the K = n^2 + 2n outputs, the lane's 4
-        elements of 16 columns x 8 outputs. The CTA adds to them for all tokens of its part.
+        Their shape is [FRAGMENT, K / 8, n]: for each of the n streams and each group of 8 of the K = n^2 + 2n outputs,
+        the lane's 4 elements of 16 columns x 8 outputs.
         """
         sums = cute.make_rmem_tensor((FRAGMENT, self.steps, self.n), Float32)
         sums.fill(0.0)
@@ -72,8 +74,8 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def add(self, stage: cute.Pointer, made: cute.Pointer, sums: cute.Tensor):
-        """Add the token tile's contribution to the weight's gradient at the warp's columns to `sums`: dp^T times the
-        updated streams, summed over the tile's tokens. dp is the projection's gradient."""
+        """Add a token tile's contribution to the weight's gradient, at the warp's columns, to `sums`. The contribution
+        is dp^T times the updated streams, summed over the tile's tokens; dp is the projection's gradient."""
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         blocks = stage + tile.arrays * tile.array_words
         right = [dp_words(blocks, self.dtype, self.steps, True, part) for part in range(2)]
@@ -90,8 +92,11 @@ class BoundarySums(Invariant):
     def leave_dots(
         self, stage: cute.Pointer, made: cute.Pointer, leaves: Leaves, index: Int32, number: Int32, tokens: Int32
     ):  # fmt: skip
-        """Store, for each token of tile `number`, the sums over a slice's columns for the gradients of comb, post and
-        pre. index: the slice's number."""
+        """Store each token's sums over a slice's columns, for the gradients of comb, post and pre. The tokens are those
+        of tile `number`.
+
+        index: the slice's number.
+        """
         for turn in cutlass.range_constexpr(TOKEN_TILE // (PAIR * self.tile.warps)):
             row = (self.tile.warp() + turn * self.tile.warps) * PAIR
             of_update, of_mix = self._dots(stage, made, row)
@@ -100,10 +105,10 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def _dots(self, stage: cute.Pointer, made: cute.Pointer, first: Int32) -> tuple:
-        """Return the dot products over a slice's columns for tokens `first` and `first` + 1 of a tile, as two MMA
+        """Return the dot products over a slice's columns for two tokens of a tile, `first` and `first` + 1, as two MMA
         results.
 
-        The first result has the tokens' streams and y times d' (the gradients of the updated streams); the second has
+        The first result has the tokens' streams and y times d' (the gradients of the updated streams). The second has
         their updated streams times d_mix (the gradient of the mix).
         """
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
@@ -135,8 +140,8 @@ class BoundarySums(Invariant):
     def _store(
         self, dots: Int64, index: Int32, first: Int32, tokens: Int32, of_update: cute.Tensor, of_mix: cute.Tensor
     ):  # fmt: skip
-        """Store the elements of `_dots`' results that multiply a token's rows by its own rows: n^2 + 2n numbers a
-        token, for the gradients of comb, post and pre."""
+        """Store n^2 + 2n dot products of each of two tokens, for the gradients of comb, post and pre. They are the
+        elements of `_dots`' results in which a token's rows are multiplied by its own rows."""
         lane, n = cute.arch.lane_idx(), self.n
         row, column = lane // 4, lane % 4 * 2
         token = first + row // n
@@ -159,7 +164,7 @@ class BoundarySums(Invariant):
     def leave(self, leaves: Leaves, number: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
         """Store this CTA's partial sums for the gradients of the weight (`sums`) and of the norm's weight (`of_norm`).
 
-        number: the CTA's place in the workspace. A gradient whose address in `leaves` is 0 is not wanted.
+        number: the CTA's index in the workspace. A gradient whose address in `leaves` is 0 is not wanted.
         """
         thread, _, _ = cute.arch.thread_idx()
         if leaves.weights != 0:
@@ -179,7 +184,11 @@ class BoundarySums(Invariant):
 
 
 def fragment(sums: Int64, warps: int, number: Int32) -> cute.Tensor:
-    """Return the view of this thread's FRAGMENT elements of fragment `number` in the workspace. sums: the address of
-    the CTAs' sums for the weight's gradient. warps: warps of a CTA."""
+    """Return a view of this thread's FRAGMENT elements of fragment `number` in the workspace.
+
+    Args:
+        sums: the address of the CTAs' sums for the weight's gradient.
+        warps: number of warps of a CTA.
+    """
     thread, _, _ = cute.arch.thread_idx()
     return run_at(Float32, sums, (Int64(number) * (warps * LANES) + thread) * FRAGMENT, FRAGMENT)

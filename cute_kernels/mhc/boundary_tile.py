@@ -1,7 +1,8 @@
-"""The arrays of a stage of the boundary's backward (`slice_tile.py`): the n streams, the n gradients of the updated
-streams, y (the sublayer's output) and d_x (the gradient of the next sublayer's input). After these lies the tile's
-block (`boundary_backward_shapes.block_bytes`). The kernel overwrites the gradients of the updated streams with their
-totals, and d_x with the gradient of the mix.
+"""The arrays of a stage of the boundary's backward, in shared memory (`slice_tile.py`). They are: the n streams, the n
+gradients of the updated streams, y (the sublayer's output) and d_x (the gradient of the next sublayer's input). The
+tile's block follows (`boundary_backward_shapes.block_bytes`).
+
+The kernel overwrites the gradients of the updated streams with their totals, and d_x with the gradient of the mix.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class BoundaryTile(SliceTile):
         self.records = 2 * dp_bytes(n) // 4  # where a block's records begin
 
     def record(self, stage: cute.Pointer, row: Int32) -> list:
-        """Return a token's record as lists of 4 float32 numbers: n lists of comb, one for each stream that is made;
-        post; pre; and r, factor, f (`boundary_tokens.py`) and a zero."""
+        """Return a token's record as lists of 4 float32 numbers.
+
+        The lists are: n lists of comb, one for each stream that is made; post; pre; and r, factor, f
+        (`boundary_tokens.py`) and a zero.
+        """
         start = stage + (self.arrays * self.array_words + self.records) + row * self.pitch
         return self.vectors_at(start, self.pitch // 4)

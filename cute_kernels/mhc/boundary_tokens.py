@@ -1,5 +1,5 @@
-"""The first kernel of the boundary's backward (boundary_backward.py): makes the numbers of each token that the main
-kernel needs for all of the token's columns.
+"""The first kernel of the boundary's backward (boundary_backward.py). For each token, it makes the numbers that the
+main kernel needs for all of the token's columns.
 
 T tokens have n residual streams of D columns, coefficients pre [n], post [n] and comb [n, n], and a projection p of
 K = n^2 + 2n numbers. streams' are the updated streams, u is their mix, x the norm of u with weight w; rms is the root
@@ -11,8 +11,9 @@ mean square of streams'_flat (a token's n updated streams as one row), and r the
     f       = -(sum of dp p) / (rms^2 n D); the projection's norm adds f streams' to the gradient of streams'
     factor  = r^2 mean(d_x x) = r^3 mean(g u); the mix's norm adds -factor u to the gradient of u
 
-x = u r w, so d_x x / r = g u for g = d_x w: two reads of [T, D] instead of the streams' n. A warp takes two tokens at a
-time, with 16 lanes for each; these lanes have an element of comb each, and 8 of them one of pre or post as well.
+x = u r w, so d_x x / r = g u for g = d_x w. So the kernel reads two matrices [T, D], d_x and x, instead of the n
+streams. A warp takes two tokens at a time, 16 lanes for each. Each of these lanes has an element of comb, and 8 of them
+have an element of pre or post as well.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class TokenInputs(NamedTuple):
 
 
 class LaneGates(NamedTuple):
-    """A lane's numbers for two coefficients: element 0 belongs to one of comb, element 1 to one of pre or of post.
+    """A lane's numbers for its two coefficients. Element 0 belongs to a coefficient of comb, element 1 to one of pre or
+    post.
 
     Attributes:
         scales: the factor of p / rms in the gate's argument.
-        of_base, of_scale: sums over tokens of the gradients of base and of this factor.
+        of_base, of_scale: sums over tokens, for the gradient of base and for the gradient of the factor in `scales`.
     """
 
     scales: cute.Tensor
@@ -139,7 +141,8 @@ class BoundaryTokens(Invariant):
         return cute.arch.lane_idx() % HALF
 
     def _gate(self) -> Int32:
-        """Return the number of the lane's coefficient among pre and post; lanes that have none have the last."""
+        """Return the index, among pre and post, of the lane's second coefficient. Lanes without a second coefficient
+        return the last index."""
         return cutlass.min(self._element(), 2 * self.n - 1)
 
     @cute.jit
@@ -154,7 +157,7 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _product(self, given: TokenInputs, pair: Int32, tokens: Int32, width: Int32) -> Float32:
-        """Return the sum over columns of d_x x for the lane's token; called by a warp.
+        """Return the sum over columns of d_x x for the lane's token. A whole warp calls this.
 
         Past the last token, the last token's sum is returned.
         """
@@ -181,7 +184,7 @@ class BoundaryTokens(Invariant):
         self, given: TokenInputs, gates: LaneGates, blocks: Int64, token: Int32, tokens: Int32, width: Int32,
         of_mix: Float32, iters: Int32, eps: Float32, kept: cute.Tensor,
     ):  # fmt: skip
-        """Make and store the lane's part of its token's dp and record, which the main kernel reads, and add to the sums
+        """Make and store the lane's elements of its token's dp and record, which the main kernel reads. Add to the sums
         over tokens in `gates`. After the last token, dp is 0 and zeros are added.
 
         of_mix: the sum over columns of d_x x. kept: shared memory for `Balance.backward`.
@@ -228,8 +231,9 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_dp(self, blocks: Int64, token: Int32, values: cute.Tensor):
-        """Store the lane's two elements of dp (one of comb's outputs, one of pre's or post's) in the block of the
-        token's tile, each as two 16-bit numbers: the nearest, and the rest (`split.py`)."""
+        """Store the lane's two elements of dp in the block of the token's tile. One element belongs to an output of
+        comb, the other to one of pre or post. Each is stored as two 16-bit numbers: the nearest, and the rest
+        (`split.py`)."""
         row, block, element = token % TOKEN_TILE, self._block(blocks, token), self._element()
         parts = split(values, self.dtype)
         for part in cutlass.range_constexpr(2):
@@ -241,8 +245,10 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_record(self, given: TokenInputs, blocks: Int64, token: Int32, at: Int64, last: tuple):
-        """Store the token's record: comb ordered by the stream that is made, post, pre, then `last` and a zero. If the
-        streams were not updated, comb is the identity and post 0."""
+        """Store the token's record: comb ordered by the stream that is made, post, pre, then `last` and a zero.
+
+        If the streams were not updated, comb is the identity and post is 0.
+        """
         n, element, square = self.n, self._element(), self.n * self.n
         start = self._block(blocks, token) + 2 * dp_bytes(n) + Int64(token % TOKEN_TILE) * (self.pitch * 4)
         record = vector_at(Float32, start)
@@ -262,8 +268,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_sums(self, gates: LaneGates, sums: cute.Pointer, rows: Int64):
-        """Store this CTA's row of `rows`: sums over its tokens of the gradient of base [K], then of the gradient of
-        each output's factor (scale) [K]."""
+        """Store this CTA's row of `rows`, which has two sums over the CTA's tokens for each of K outputs: first [K] for
+        the gradient of base, then [K] for the gradient of the output's factor (scale)."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, element = thread // LANES, self._element()

@@ -1,5 +1,5 @@
-"""Sums of a matrix's columns in a fixed order. They turn the partial sums of many CTAs (one row each) into one
-gradient."""
+"""Sums of a matrix's columns in a fixed order. Kernels use them to turn partial sums of many CTAs (one row for each
+CTA) into one gradient."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ SMEM_BYTES = TokenSums.num_bytes(COLUMNS, THREADS)
 
 
 class ColumnSums(Invariant):
-    """Kernel for out[c] = sum over r of partials[r, c], in a fixed order. partials: the address of float32 [rows,
-    columns]. code: the dtype of out (`dtypes.PARAM_FORMS`)."""
+    """Kernel for out[c] = sum over r of partials[r, c], in a fixed order.
+
+    Args:
+        partials: the address of float32 [rows, columns].
+        code: the dtype of out (`dtypes.PARAM_FORMS`).
+    """
 
     def __init__(self, name: str):
         self.name = name

@@ -1,9 +1,12 @@
-"""dp, the gradient of the projection p = x weight^T, as it lies in shared memory in the backward of 16-bit streams.
+"""Layout of dp in shared memory, in the backward of 16-bit streams. dp is the gradient of the projection p = x
+weight^T.
 
-A token has n residual streams, and K = n^2 + 2n outputs in p. dp [16 tokens, K outputs] of a token tile is float32,
-split into two 16-bit parts (`split.py`): each number's nearest 16-bit number, and the rest, which is what the nearest
-number lacks. A part lies in blocks of 8 tokens x 8 outputs; the block of tokens 8 .. 15 follows the block of tokens 0
-.. 7 of the same outputs. All blocks of the rests follow all blocks of the nearest numbers.
+A token has n residual streams, and K = n^2 + 2n outputs in p. A token tile's dp is [16 tokens, K outputs] of float32,
+split into two 16-bit parts (`split.py`): the nearest 16-bit numbers, and the rests, which are what the nearest numbers
+lack.
+
+Each part lies in blocks of 8 tokens x 8 outputs. The block of tokens 8 .. 15 follows the block of tokens 0 .. 7 of the
+same outputs. All blocks of the rests follow all blocks of the nearest numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, tra
         part: 0: the nearest numbers; 1: the rests.
 
     Returns:
-        2 `steps` words of 32 bits: for outputs 0 .. 7 the word of tokens 0 .. 7, then the word of tokens 8 .. 15; the
-            same for each next 8 outputs.
+        A list of 2 `steps` words of 32 bits. Words 2 s and 2 s + 1 belong to outputs 8 s .. 8 s + 7: the first to
+        tokens 0 .. 7, the second to tokens 8 .. 15.
     """
     lane = cute.arch.lane_idx()
     words: list = []

@@ -1,9 +1,10 @@
-"""The gates: from the projection p = x weight^T (K = n^2 + 2n numbers a token) to the coefficients.
+"""The gates: they turn the projection p = x weight^T (K = n^2 + 2n numbers a token) into the coefficients of n residual
+streams.
 
     z = p r alpha + bias, r = 1 / (rms(x) + eps);  h_pre = sigmoid(z), h_post = 2 sigmoid(z), h_res = z
 
-The first n of the K outputs are for h_pre, the next n for h_post, the last n^2 for h_res; each has an alpha of its own.
-A warp handles a token. gates_backward.py has the gradients.
+Of the K outputs, the first n are for h_pre, the next n for h_post, the last n^2 for h_res. Each of the three has its
+own alpha. A warp handles a token. The gradients are in gates_backward.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Gates(NamedTuple):
 
     Attributes:
         alpha_pre, alpha_post, alpha_res: addresses of one number each.
-        bias: the address of [K] numbers.
+        bias: the address of K = n^2 + 2n numbers.
         forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
-        eps: added to rms(x).
+        eps: a number, added to rms(x).
     """
 
     alpha_pre: Int64
@@ -51,7 +52,7 @@ def sigmoid(z: Float32) -> Float32:
 
 @cute.jit
 def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
-    """Return the alpha of output k (row k of the weight)."""
+    """Return the alpha of output k, which is element k of p and row k of the weight."""
     address = gates.alpha_res
     if k < n:
         address = gates.alpha_pre
@@ -61,7 +62,8 @@ def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
 
 
 class LaneParams(NamedTuple):
-    """The alpha and the bias of each of a lane's outputs, k = lane, lane + 32, ...; zeros for outputs past the last."""
+    """The alphas and biases of the outputs that a lane handles, k = lane, lane + 32, ...; zeros for outputs past the
+    last."""
 
     alphas: cute.Tensor
     biases: cute.Tensor
@@ -69,7 +71,7 @@ class LaneParams(NamedTuple):
 
 @cute.jit
 def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
-    """Load the alpha and the bias of each of this lane's outputs, which are elements k of p = x weight^T."""
+    """Load the alpha and the bias of each output that this lane handles. An output is an element of p = x weight^T."""
     rounds = cute.ceil_div(outputs(n), LANES)
     alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
     alphas.fill(0.0)
@@ -83,8 +85,8 @@ def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
 
 
 class ProjectFinish(Invariant):
-    """Second kernel of the projection's forward: adds the slices' partial sums, and applies norm, alpha, bias and
-    gates."""
+    """Second kernel of the projection's forward. It adds the partial sums of the slices (ranges of x's columns), and
+    applies norm, alpha, bias and gates."""
 
     def __init__(self, name: str, n: int):
         self.name = name
@@ -151,10 +153,10 @@ class ProjectFinish(Invariant):
     def _add(
         self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
     ):  # fmt: skip
-        """Add to `p`, a token's projection at this lane's outputs, the partial sums of FINISH_READS slices.
+        """Add the partial sums of FINISH_READS slices to `p`, a token's projection at this lane's outputs.
 
-        A slice is a range of x's columns; slices from `first` on are added, in their order. All loads are issued before
-        the first addition. Past the last slice, the last slice is loaded again but not added.
+        A slice is a range of x's columns. Slices are added in their order, from slice `first` on. All loads are issued
+        before the first addition. Past the last slice, the last slice is loaded again but not added.
 
         Args:
             products: the address of float32 partial sums [slices, T, K].

@@ -1,4 +1,4 @@
-"""The backward of the gates (gates.py): makes the gradient dp of p = x weight^T and, for each token, the factor f of
+"""The backward of the gates (gates.py). It makes dp, the gradient of p = x weight^T, and for each token the factor f of
 the term f x that the RMS norm adds to the gradient of x.
 
 x [T, n C] are T tokens' n residual streams of C columns; p has K = n^2 + 2n outputs a token.
@@ -28,7 +28,7 @@ CARVEOUT = 16
 class GateInputs(NamedTuple):
     """Addresses of the gradients of the coefficients h_pre, h_post and h_res (0: absent), and of forward's stats.
 
-    stats are float32 [T, K + 1], K = n^2 + 2n: each token's p, then the root mean square of its x.
+    stats are float32 [T, K + 1], K = n^2 + 2n: each token's p, then the root mean square of the token's x.
     """
 
     d_pre: Int64
@@ -38,13 +38,13 @@ class GateInputs(NamedTuple):
 
 
 class LaneGradients(NamedTuple):
-    """Places of the gradients of the outputs that a lane handles: lists with one item for each output k = lane,
-    lane + 32, ...
+    """Where a lane finds the gradients of the coefficients that it handles. Each attribute is a list with one item for
+    each of the lane's outputs k = lane, lane + 32, ...
 
     Attributes:
         addresses: the address of the gradient for token 0; 0: absent.
         strides: bytes from token to token.
-        factors: the factor of the sigmoid in the gate: 1 for h_pre, 2 for h_post, 0 for h_res, which is z itself.
+        factors: the factor of the sigmoid in the gate: 1 for h_pre, 2 for h_post. 0 for h_res, whose gate is z itself.
     """
 
     addresses: list
@@ -75,15 +75,15 @@ class GatesBackward(Invariant):
     - each CTA's sums over tokens for the gradients of the bias and the alphas (sums).
 
     `shapes.backward_workspace` says where these lie. A warp takes `GATE_BATCH` tokens at a time and issues all their
-    loads before it uses any: with a pair of tokens at a time, and a branch around each read, the kernel took 18 us, of
-    which memory traffic accounts for 2.
+    loads before it uses the first. An earlier version had a pair of tokens at a time and a branch around each read; it
+    took 18 us, of which memory traffic accounts for 2.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, carveout: int = CARVEOUT):
         """Set up the kernel for n streams of a dtype.
 
-        carveout: the percentage of an SM's memory that becomes shared memory (the rest is L1 cache). With the next
-        kernel's percentage, that kernel need not wait until the SM's memory is divided anew.
+        carveout: the percentage of an SM's memory that becomes shared memory (the rest is L1 cache). If it equals the
+        next kernel's percentage, the next kernel need not wait until the SM's memory is divided anew.
         """
         self.name = name
         self.dtype = dtype
@@ -189,7 +189,8 @@ class GatesBackward(Invariant):
         self, params: LaneParams, gradients: LaneGradients, eps: Float32, index: Int32, tokens: Int32, batch: Batch,
         of_bias: cute.Tensor, of_alpha: cute.Tensor,
     ) -> Float32:  # fmt: skip
-        """Replace the gates' gradients in `batch.d` by the gradients of p, and add to the lane's sums over tokens.
+        """Replace the gradients of the gates' outputs in `batch.d` by the gradients of p, and add to the lane's sums
+        over tokens.
 
         Returns the gradient of r = 1 / (rms + eps) for the token whose rms this lane has (`Batch.rms`).
         """
@@ -226,10 +227,10 @@ class GatesBackward(Invariant):
     def _leave(
         self, products: Int64, pairs: Int64, norms: Int64, parts: Int32, index: Int32, d: cute.Tensor, norm: Float32
     ):  # fmt: skip
-        """Store a batch's gradients of p (`d`) and its tokens' factors f of x (`norm`) in the workspace.
+        """Store a batch's gradients of p (`d`) and its tokens' factors f (`norm`) in the workspace.
 
-        For 16-bit streams the factors lie after the blocks of their token tile, for float32 streams in the array norms
-        of all tokens.
+        The factors of 16-bit streams follow the dp of their token tile, in the tile's block. The factors of float32
+        streams are in the array `norms` of all tokens.
         """
         lane, token = cute.arch.lane_idx(), index * GATE_BATCH
         block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n, parts)
@@ -256,8 +257,10 @@ class GatesBackward(Invariant):
                         vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = d[j, i]
 
     def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
-        """Store a batch's gradients of one output in a column of an 8 x 8 block. at: the index of the first token's
-        element."""
+        """Store a batch's gradients of one output in a column of an 8 x 8 block.
+
+        at: the index, in the block, of the first token's element.
+        """
         narrow = cute.recast_tensor(words, self.dtype)
         for j in range(GATE_BATCH):
             vector_at(self.dtype, block)[at + 8 * j] = narrow[j]
@@ -301,8 +304,8 @@ class GateRows(NamedTuple):
 
 
 class GateSums(Invariant):
-    """Device code that adds the CTAs' sums, in a fixed order, to the gradients of the bias [K] and of the three alphas.
-    One CTA of another kernel runs it while the other CTAs do that kernel's work."""
+    """Device code that makes the gradients of the bias [K] and of the three alphas, by adding the CTAs' sums in a fixed
+    order. One CTA of another kernel runs this code, while the other CTAs do that kernel's work."""
 
     READS = 16
 
@@ -318,7 +321,7 @@ class GateSums(Invariant):
 
     @cute.jit
     def add(self, given: GateRows):
-        """Add the CTAs' sums and store the gradients; called by all threads of a CTA, with `smem_bytes` of shared
+        """Add the CTAs' sums and store the gradients. All threads of a CTA call this, with `smem_bytes` of shared
         memory."""
         rows, count, out = given
         thread, _, _ = cute.arch.thread_idx()

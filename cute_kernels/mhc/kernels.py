@@ -1,7 +1,9 @@
-"""The table of hyper-connection kernels: their arguments, modules, dtypes and numbers of residual streams.
+"""KERNELS, the table of hyper-connection kernels: each kernel's arguments, module, dtypes and numbers of residual
+streams.
 
-The argument `forms` holds dtypes of coefficients and parameters, two bits each (numbers of `dtypes.PARAM_FORMS`), in
-the order in which the kernel lists these tensors' addresses. `tokens` is T, `width` the columns of one stream.
+Three arguments occur in many kernels. `forms` holds the dtypes of coefficients and parameters, two bits for each tensor
+(numbers of `dtypes.PARAM_FORMS`), in the order in which the kernel lists these tensors' addresses. `tokens` is T.
+`width` is the columns of one stream.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
     out[t, i, c] = sum over j of h_res[t, i, j] residual[t, j, c], + h_post[t, i] (x[t, c] + bias[c])
 
-residual are the streams [T, n, C] before, x is the sublayer's output [T, C]. With `transpose`, h_res[t, j, i] is read.
+residual [T, n, C] are the streams before the update, x [T, C] is the sublayer's output. With `transpose`, h_res[t, j,
+i] is read instead of h_res[t, i, j].
 
-Forward spreads pairs (token, vector of 16 bytes) evenly over threads. Backward reads every byte once: a CTA takes whole
-tokens, so that the sums over C (n^2 + n a token) end inside it. It keeps its own sum over tokens of the bias' gradient
-in shared memory, each element owned by one thread. These sums go to a workspace, and a second kernel adds them in a
-fixed order.
+Forward spreads pairs (token, vector of 16 bytes) evenly over threads.
+
+Backward reads every byte once. A CTA takes whole tokens, so that no sum over C (n^2 + n sums a token) spans several
+CTAs. The bias' gradient is a sum over tokens: each CTA adds up its own tokens in shared memory, where each element is
+owned by one thread. These sums go to a workspace, and a second kernel adds them in a fixed order.
 """
 
 from __future__ import annotations
@@ -124,10 +126,10 @@ class PostMix(Invariant):
 
 
 class Coefficients(Invariant):
-    """A token's h_res and h_post in shared memory, since the registers are needed for sums.
+    """A token's h_res and h_post in shared memory. They are not in registers, which are needed for sums.
 
-    Two buffers, used in turns, hold the current and the next token's coefficients. Element j n + i is the factor of
-    stream j in output i, so that the factors of one stream are neighbours; the n elements of h_post follow.
+    Two buffers, used in turns, hold the coefficients of the current and of the next token. Element j n + i is the
+    factor of stream j in output i, so that the factors of one stream are neighbours; the n elements of h_post follow.
     """
 
     def __init__(self, h_res: Int64, h_post: Int64, forms: Int32, transpose: Int32, n: int, smem: cute.Pointer):
@@ -160,15 +162,17 @@ class Coefficients(Invariant):
             cute.make_tensor(self.smem, cute.make_layout(2 * self.count))[buffer * self.count + index] = value
 
     def of_stream(self, j: int, buffer: Int32) -> cute.Tensor:
-        """Return the n coefficients of stream j; for j = n, the coefficients h_post."""
+        """Return the n factors of stream j, one for each output; for j = n, the n elements of h_post."""
         values = cute.make_rmem_tensor(self.n, Float32)
         values.store(shared_at(Float32, self.smem + (buffer * self.count + j * self.n), self.n).load())
         return values
 
 
 class Gradients(NamedTuple):
-    """Addresses to which gradients are written; 0: not wanted. partials: float32 [CTAs, C], each CTA's sum of the bias'
-    gradient."""
+    """Addresses to which gradients are written; 0: not wanted.
+
+    partials: the address of float32 [CTAs, C], each CTA's sum over its tokens for the bias' gradient.
+    """
 
     residual: Int64
     h_res: Int64
@@ -273,8 +277,8 @@ class PostMixBackward(Invariant):
         token: Int64, column: Int32, vectors: Int32, coefficients: Coefficients, buffer: Int32, dots: cute.Tensor,
         bias_sums: cute.Tensor,
     ):  # fmt: skip
-        """Process one vector of each stream: store the gradients of residual and x there, and add to the token's sums
-        (`dots`) for h_res and h_post and to the bias' sums."""
+        """Process one vector (16 bytes) of each stream of a token. Store the gradients of residual and x at these
+        columns, and add to the token's sums (`dots`) for h_res and h_post, and to the bias' sums."""
         n, count = self.n, elements(self.dtype)
         first = token * n * vectors + column
         raw_d = [load_vector(self.dtype, d_out, first + i * vectors) for i in range(n)]
@@ -310,8 +314,8 @@ class PostMixBackward(Invariant):
 
     @cute.jit
     def _store(self, gradients: Gradients, forms: Int32, transpose: Int32, token: Int64, index: Int32, value: Float32):
-        """Store one of a token's sums as a gradient: sum number i n + j is h_res[i, j]'s, number n^2 + i
-        h_post[i]'s."""
+        """Store one of a token's sums as a gradient. Sum number i n + j is the gradient of h_res[i, j]; sum number n^2
+        + i is the gradient of h_post[i]."""
         n = self.n
         if index < n * n:
             at = index

@@ -1,12 +1,16 @@
 """The projection: p = x weight^T (K = n^2 + 2n columns, 24 for n = 4) with the norms of x's rows, then the gates
 (gates.py).
 
-x [T, n C] are T tokens' n residual streams of C columns. Memory bounds the kernel; the tensor cores are idle most of
-the time. A CTA holds a slice of the weight's columns in shared memory. Each of its warps takes tiles of 16 tokens of
-its own and fills a ring of stages by asynchronous copies, two whole rows of a stage at a time; no other warp waits for
-it. A stage holds a step: step_bytes of each token of a tile. A lane's 16 bytes of a row are its part of an MMA operand;
-the contraction takes columns in whatever order that gives. The squares are summed from the same registers. Each slice
-stores partial sums; a second kernel adds them in order and applies the gates.
+x [T, n C] has n residual streams of C columns for each of T tokens. Memory bounds the kernel; the tensor cores are idle
+most of the time.
+
+A CTA holds a slice of the weight's columns in shared memory. Each of its warps has its own tiles of 16 tokens, and its
+own ring of stages, which it fills by asynchronous copies, two whole rows of a stage at a time. So no warp waits for
+another. A stage holds a step: step_bytes of each token of a tile.
+
+A lane's 16 bytes of a row are its words of an MMA operand, so the contraction takes columns in whatever order that
+gives. The squares are summed from the same registers. Each slice stores partial sums; a second kernel
+(`gates.ProjectFinish`) adds them in order and applies the gates.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ FILL_READS = 8
 
 
 class Projection(NamedTuple):
-    """Addresses and sizes of a projection p = x weight^T, whose columns of x are divided into slices.
+    """Addresses and sizes of a projection p = x weight^T. The columns of x are divided into slices.
 
     Attributes:
         x: the residual streams [T, n C].
@@ -92,12 +96,12 @@ class Path(NamedTuple):
 class Project(Invariant):
     """Host function and first kernel of the projection. Results: h_pre, h_post and h_res, float32.
 
-    The kernel multiplies 16-bit weights, in the streams' dtype; for float32 weights `ExactProducts` is launched
+    The kernel multiplies 16-bit weights, in the streams' dtype. For float32 weights, `ExactProducts` is launched
     instead.
 
     Args:
-        stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted.
-        workspace: float32, of `shapes.project_workspace` elements.
+        stats: the address of float32 [T, K + 1], each token's p, then the root mean square of its x; 0: not wanted.
+        workspace: the address of float32, `shapes.project_workspace` elements.
         slices, slice_columns, groups: the division of columns and tokens over CTAs (`shapes.Slices`).
     """
 
@@ -177,8 +181,8 @@ class Project(Invariant):
 
     @cute.jit
     def _fill(self, weights: cute.Pointer, problem: Projection, weight: Int64, code: Int32):
-        """Write this CTA's slice (some columns) of the weight, in the streams' dtype, to shared memory; zeros after the
-        last column."""
+        """Write this CTA's slice of the weight's columns, in the streams' dtype, to shared memory. Columns past the
+        last become zeros."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
         count, threads = elements(self.dtype), self.threads
@@ -206,9 +210,8 @@ class Project(Invariant):
 
     @cute.jit
     def _start(self, ring: cute.Pointer, problem: Projection, path: Path, first: Place) -> Place:
-        """Start the copies that fill all stages except one with the warp's first steps; they run while the weight is
-        read. Return the step to copy next.
-        """
+        """Start the copies of the warp's first steps, to all stages of its ring except one. They run while the weight
+        is read. Return the step to copy next."""
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
             ahead = self._advance(ring + stage * self.stage_words, problem, path, ahead, stage < path.total)
@@ -268,8 +271,8 @@ class Project(Invariant):
     def _copy(self, copy: AsyncCopy, stage: cute.Pointer, problem: Projection, place: Place, vectors: Int32):
         """Start to copy a step of a token tile to a stage. Past the last token or vector, the last one is copied again.
 
-        Odd rows have the two halves of each 128 bytes exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4
-        vectors each) use all banks.
+        In odd rows, the two halves of each 128 bytes are exchanged. Then the 16-byte reads of 8 lanes for an MMA
+        operand (2 rows, 4 vectors each) use all banks.
         """
         part, _, _ = cute.arch.block_idx()
         row, vector = cute.arch.lane_idx() // self.copy_lanes, cute.arch.lane_idx() % self.copy_lanes
@@ -286,9 +289,11 @@ class Project(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, step: Int32, vectors: Int32, products: cute.Tensor,
         squares: cute.Tensor,
     ):  # fmt: skip
-        """Multiply a step by the weight and add the results to `products`, and add its elements' squares to `squares`.
+        """Multiply a step by the weight. The results are added to `products`, and the squares of the step's elements of
+        x to `squares`.
 
-        Vectors that were copied again past the last vector are multiplied by zeros of the weight.
+        `_copy` copied the last vector again in place of vectors past the last. These copies are multiplied by zeros of
+        the weight.
         """
         lane = cute.arch.lane_idx()
         mma = WarpMma(self.dtype)
@@ -336,7 +341,7 @@ class Project(Invariant):
 
 
 def _exchanged(row: Int32, vector: Int32) -> Int32:
-    """Return the position of a vector in its row of a stage: in odd rows, halves of 128 bytes are exchanged
+    """Return the position of a vector in its row of a stage. In odd rows, the halves of each 128 bytes are exchanged
     (`_copy`)."""
     return vector ^ (row % 2 * LANES_PER_ROW)
 

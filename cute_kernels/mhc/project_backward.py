@@ -1,22 +1,23 @@
 """The projection's backward, in one read of x: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-x [T, n C] are T tokens' n residual streams of C columns. dp is the gradient of p = x weight^T, which has K = n^2 + 2n
-outputs a token, and f a factor for each token that comes from the norm of x; gates_backward.py makes both. The addends
-are further terms of d_x (`Streams`). The kernel here is for float32 streams, which it multiplies in TF32;
-project_tiles.py has the one for 16-bit streams.
+T tokens have n residual streams of C columns each: x is [T, n C]. dp is the gradient of p = x weight^T, which has K =
+n^2 + 2n outputs a token. f is a factor of each token that comes from the norm of x. gates_backward.py makes dp and f.
+The addends are further terms of d_x (`Streams`). The kernel here is for float32 streams, which it multiplies in TF32;
+the kernel in project_tiles.py is for 16-bit streams.
 
-A warp has the same columns for all of its tokens: 8 groups of 4 lanes, with 4 columns each. Of these columns the
-weight's rows are MMA operands that never change, and d_weight's sums stay in registers. For each tile of 16 tokens a
-lane reads its columns of the four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4). They are its part of the left
-operand of d_weight's product, whose contraction runs over tokens. d_x's product is made transposed, so that a lane gets
-exactly the elements that it read. So nothing passes through shared memory.
+A warp has the same columns for all of its tokens: 8 groups of 4 lanes, with 4 columns each. The weight's rows at these
+columns are MMA operands that never change, and the sums for d_weight stay in registers.
+
+For each tile of 16 tokens, a lane reads its columns of the four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4).
+They are its elements of the left operand of d_weight's product, whose contraction runs over tokens. d_x's product is
+made transposed, so that a lane gets exactly the elements that it read. So nothing passes through shared memory.
 
     d_x^T        [16 columns, 8 tokens]   weight^T [columns, K]  times  dp^T [K, tokens]     left fixed, right read
     d_weight^T   [16 columns, 8 outputs]  x^T [columns, tokens]  times  dp [tokens, K]       summed over tokens
 
 In the MMA of the i-th 16 columns, row g is the lane's column 2i and row g + 8 its column 2i + 1 (g = lane / 4).
 
-Tokens are divided into parts (grid dimension y), each with its own sums for d_weight, which a last kernel adds in
+Tokens are divided into parts (grid dimension y). Each part has its own sums for d_weight, which a last kernel adds in
 order.
 """
 
@@ -54,13 +55,13 @@ OFFSETS = (0, 1, 8, 9)
 
 
 class Products(NamedTuple):
-    """Addresses of arrays of `shapes.BackwardWorkspace`: dp and f, which `GatesBackward` stored, and d_weight's partial
-    sums.
+    """Addresses of arrays of `shapes.BackwardWorkspace`: dp and f, which `GatesBackward` stored, and the partial sums
+    for d_weight.
 
     Attributes:
         products: dp, the gradient of p = x weight^T, by token.
         pairs: dp by pairs of tokens.
-        norms: for each token the factor f of the norm's term f x in d_x.
+        norms: for each token the factor f, where f x is the norm's term in d_x.
         weights: the sums for d_weight, one for each part of the tokens; 0: d_weight is not wanted.
     """
 
@@ -71,8 +72,10 @@ class Products(NamedTuple):
 
 
 class ProjectBackward(Invariant):
-    """Host function of the projection's backward. Results: d_x, d_weight (address 0: not wanted), and d_sums, float32
-    [K + 3], the gradients of the bias and of the three alphas.
+    """Host function of the projection's backward.
+
+    Results: d_x and d_weight (address 0: not wanted); d_sums, float32 [K + 3], the gradients of the bias and of the
+    three alphas.
 
     Args:
         workspace: its address; see `shapes.backward_workspace`.
@@ -80,8 +83,8 @@ class ProjectBackward(Invariant):
         parts: number of parts of the tokens (`shapes.spread_splits`).
 
     Attributes:
-        addends: True: d_x also gets h_pre d_aggregate, the gradient through `aggregate`, and d_residual, which saves a
-            layer's backward three passes over the streams.
+        addends: True: two terms are added to d_x: h_pre d_aggregate, which is the gradient through `aggregate`, and
+            d_residual. This saves a layer's backward three passes over the streams.
     """
 
     addends = False
@@ -142,7 +145,7 @@ class ProjectBackward(Invariant):
 
 
 class PreBackward(ProjectBackward):
-    """The projection's backward with addends: d_x is the whole gradient of a layer's streams."""
+    """The projection's backward with addends, so that d_x is the whole gradient of a layer's streams."""
 
     addends = True
 
@@ -152,8 +155,8 @@ class VectorGradients(Invariant):
 
     Args:
         addends: True: d_x also gets the addends of `Streams`.
-        is_exact: True: the weight is float32; then weight, dp and x are each split in two parts (`split.py`) for the
-            products.
+        is_exact: True: the weight is float32; then the elements of weight, dp and x are each split into two TF32
+            numbers for the products (`split.py`).
     """
 
     def __init__(self, name: str, n: int, addends: bool, is_exact: bool):
@@ -175,7 +178,10 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, weight: Int64, weight_code: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. parts: number of parts into which the tokens are divided."""
+        """Launch the kernel.
+
+        parts: number of parts into which the tokens are divided.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, weight, weight_code).launch(
             grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
@@ -221,9 +227,8 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
-        """Load a lane's columns of its four tokens of a tile. Past the last token, the last token is loaded again; its
-        dp is 0.
-        """
+        """Load a lane's columns of its four tokens of a tile. Past the last token, the last token is loaded again, with
+        a dp of 0."""
         for j in cutlass.range_constexpr(len(OFFSETS)):
             token = cutlass.min(self._token(tile, j), streams.tokens - 1)
             row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize
@@ -246,13 +251,13 @@ class VectorGradients(Invariant):
         return steps
 
     def _left(self, low: cute.Tensor, high: cute.Tensor, index: int) -> list:
-        """Return the left operand made of columns 2i and 2i + 1 of `low` and `high`.
+        """Return the left MMA operand made of columns 2i and 2i + 1 of two weight rows.
 
-        An exact weight's operand goes to shared memory instead (`_held`), and the returned list is empty.
+        An exact (float32) weight's operand goes to shared memory instead (`_held`), and the returned list is empty.
 
         Args:
             low, high: the weight at the lane's columns, for the lane's two outputs of a step.
-            index: step * (operands per step) + i.
+            index: the operand's number, step * (operands per step) + i.
         """
         i = index % (self.columns // 2)
         values = [values[2 * i + e] for values in (low, high) for e in range(2)]
@@ -262,15 +267,15 @@ class VectorGradients(Invariant):
         return self._parts(_registers(values))
 
     def _held(self, index: int) -> cute.Tensor:
-        """Return the thread's place in shared memory for operand `index` of an exact weight, whose two parts would not
-        fit into registers."""
+        """Return this thread's place in shared memory for operand `index` of an exact (float32) weight. The two parts
+        of a split operand (`split.py`) would not fit into registers."""
         thread, _, _ = cute.arch.thread_idx()
         smem = cute.arch.get_dyn_smem(Float32, alignment=16)
         return shared_at(Float32, smem + (index * THREADS + thread) * 4, 4)
 
     def _parts(self, raw: cute.Tensor) -> list:
-        """Return the words of an MMA operand, as lists: one list, of TF32 numbers; for an exact (float32) weight two
-        lists, of nearest TF32 numbers and of rests (`split`).
+        """Return the words of an MMA operand, as lists. For an exact (float32) weight there are two lists, of nearest
+        TF32 numbers and of their rests (`split`); for other weights there is one list, of TF32 numbers.
 
         raw: the operand in float32.
         """
@@ -278,9 +283,8 @@ class VectorGradients(Invariant):
         return [[words[i] for i in range(cute.size(raw))] for words in parts]
 
     def _add(self, mma: WarpMma, sums: cute.Tensor, left: list, right: list) -> None:
-        """Add left times right to `sums`. With split operands, products with one rest come first; rest times rest is
-        left out.
-        """
+        """Add left times right to `sums`. If operands are split, products with one rest come first, and the product of
+        rest and rest is left out."""
         for i, j in ((0, 1), (1, 0), (0, 0))[0 if self.is_exact else 2 :]:
             mma.add(sums, left[i], right[j])
 
@@ -318,8 +322,8 @@ class VectorGradients(Invariant):
                         run_at(self.dtype, streams.d_x, first, self.columns).store(values.load().to(self.dtype))
 
     def _pairs(self, products: Products, tile: Int32, chunk: int) -> list:
-        """Return dp (the gradient of p) as the right operand of d_weight's product for the 8 outputs of `chunk`: words
-        of the pairs of tokens that begin at 2t and 2t + 8, with t = lane % 4."""
+        """Return dp (the gradient of p) as the right operand of d_weight's product, for the 8 outputs of `chunk`. It is
+        the words of two pairs of tokens, which begin at 2t and 2t + 8 with t = lane % 4."""
         lane = cute.arch.lane_idx()
         rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
         values = [
@@ -329,7 +333,7 @@ class VectorGradients(Invariant):
 
     def _rows(self, products: Products, tile: Int32, half: int) -> list:
         """Return dp (the gradient of p) as the right operand of d_x's product, for one half (8) of the tile's tokens:
-        words for each 8 outputs."""
+        the words of each step of 8 outputs."""
         lane = cute.arch.lane_idx()
         row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
         made = []
@@ -343,8 +347,8 @@ class VectorGradients(Invariant):
     def _addends(
         self, streams: Streams, tile: Int32, at: Int32, stream: Int32, j: cutlass.Constexpr[int]
     ) -> tuple:  # fmt: skip
-        """Return the addends of the lane's j-th token: h_pre, and its vectors of d_aggregate and d_residual, in their
-        dtype."""
+        """Return the addends of d_x for the lane's j-th token: h_pre, and the lane's vectors of d_aggregate and
+        d_residual, in the dtype of the streams."""
         token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
         first = token * (streams.width * self.n) + at
         of_token = token * streams.width + at - stream * streams.width
@@ -357,8 +361,8 @@ class VectorGradients(Invariant):
         return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
 
     def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
-        """Add x^T dp, the tile's contribution to d_weight (dp: the gradient of p), to `sums`, in two steps of 8
-        tokens."""
+        """Add x^T dp to `sums`, in two steps of 8 tokens. x^T dp is the tile's contribution to d_weight, dp the
+        gradient of p."""
         mma = WarpMma(self.dtype)
         for chunk in range(self.outputs // 8):
             near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
@@ -376,8 +380,8 @@ class VectorGradients(Invariant):
                     sums[None, chunk, i].store(sums[None, chunk, i].load() + target.load())
 
     def _product(self, fixed: list, rows: list) -> cute.Tensor:
-        """Return the product dp weight, a term of d_x, at a lane's columns for 8 tokens, transposed: MMA results
-        [4, columns / 2]. dp is the gradient of p."""
+        """Return dp weight, a term of d_x, at a lane's columns for 8 tokens. dp is the gradient of p. The result is
+        transposed: MMA results [4, columns / 2]."""
         mma = WarpMma(self.dtype, half=True)
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
@@ -395,7 +399,7 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
-        """Store the warp's sums for d_weight, over the CTA's part of the tokens, in the workspace."""
+        """Store the warp's sums for d_weight in the workspace. They are sums over the CTA's part of the tokens."""
         for chunk in cutlass.range_constexpr(self.outputs // 8):
             for one in cutlass.range_constexpr(2):
                 row = Int64(part) * self.outputs + chunk * 8 + cute.arch.lane_idx() % 4 * 2 + one
@@ -413,16 +417,15 @@ def _registers(values: list) -> cute.Tensor:
 
 
 def _at(early: list, index: int, read: Callable, *arguments):
-    """Return early[index] if values were loaded early; otherwise call `read` now."""
+    """Return early[index] if `early` is not empty (the values were loaded before); otherwise return what `read` loads
+    now."""
     return early[index] if early else read(*arguments)
 
 
 class PartSums(Invariant):
-    """Kernel that makes d_weight: out[i] = the sum of partials[part, i] over the parts of the tokens, in order.
+    """Kernel that makes d_weight by adding the parts' sums in order: out[i] = sum over parts of partials[part, i].
 
-    Each thread has four elements.
-
-    One more CTA, the last, adds the gates' sums (`GateSums`) at the same time.
+    Each thread has four elements of out. One more CTA, the last, adds the gates' sums (`GateSums`) at the same time.
     """
 
     RUN = 4
@@ -440,7 +443,7 @@ class PartSums(Invariant):
         """Launch the kernel.
 
         Args:
-            out: the address of the result; 0: not wanted, and only the gates' sums are added.
+            out: the address of the result; 0: not wanted; then only the gates' sums are added.
             size: elements of out.
         """
         ctas, threads = Int32(0), self.WARPS * LANES

@@ -1,12 +1,17 @@
 """The projection p = x weight^T, with the squares of x for its norms, for a float32 weight ("exact"). Each element of
-the weight is split in two numbers (split.py), so that its precision is kept.
+the weight is split into two numbers of the MMA's dtype (split.py), so that its precision is kept.
 
-Split, a slice of the weight takes twice the shared memory that it takes in `project.py`. There would be twice as many
-slices, each with sums to write and to add for every token. So this kernel works the other way: a CTA keeps 512 tokens'
-sums and steps through the columns of x and of the weight. Each of its warps has 64 of the tokens, copied in two units
-of 32 to a ring of its own. It reads a step's part of the weight from shared memory, where the CTA's threads write it,
-split, a step ahead. So the weight is read once for 512 tokens, mostly from the L2 cache: a tenth of x's bytes for 4
-streams.
+A split slice of the weight takes twice the shared memory that it takes in `project.py`. If this kernel worked like that
+one, it would have twice as many slices, and each slice has sums for every token to write and to add. So this kernel
+works the other way:
+
+- A CTA keeps the sums of 512 tokens in registers and steps through the columns of x and of the weight.
+- Each warp has 64 of these tokens, in two units of 32. It copies them to its own ring in shared memory.
+- All threads of the CTA load the weight, one step ahead, split it, and write it to shared memory, where every warp
+  reads it.
+
+So the weight is read once for every 512 tokens, mostly from the L2 cache. For 4 streams these reads are a tenth of x's
+bytes.
 
 Columns are divided into slices only if there are too few tokens to fill the SMs; `gates.py` adds the slices' sums.
 """
@@ -59,11 +64,11 @@ class ExactProjection(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A warp's work: a slice of the columns, for the tokens of its units.
+    """A warp's work: the CTA's slice of the columns, for the tokens of the warp's units.
 
     Attributes:
-        first: the first column of its CTA's slice.
-        vectors: vectors of 16 bytes of a row in the slice.
+        first: the first column of the slice.
+        vectors: number of 16-byte vectors that a row has in the slice.
         steps: steps in the slice; a step is `ProjectCta.step_bytes` of each row.
         token: the first token of the warp's first unit.
     """
@@ -75,8 +80,8 @@ class Slice(NamedTuple):
 
 
 class ExactProducts(Invariant):
-    """Kernel that stores, for each slice of the columns, the partial sums of p and of x's squares;
-    `gates.ProjectFinish` adds them."""
+    """Kernel that stores the partial sums of p and of x's squares over each slice of the columns. `gates.ProjectFinish`
+    adds these sums."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, cta: ProjectCta):
         self.name = name
@@ -166,7 +171,8 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _read(self, problem: ExactProjection, mine: Slice, step: Int32, values: cute.Tensor):
-        """Load a thread's vectors of a step of the weight. Past the last column or row, the last one is read again."""
+        """Load this thread's vectors of a step of the weight. Past the last column or row, the last one is read
+        again."""
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
             vector += step * self.step_vectors
@@ -175,16 +181,18 @@ class ExactProducts(Invariant):
             values[None, i].store(run_at(Float32, problem.weight, at, elements(self.dtype)).load())
 
     def _place(self, i: int) -> tuple[Int32, Int32]:
-        """Return the weight row, and the index within the step, of a thread's i-th vector."""
+        """Return where a thread's i-th vector of the weight lies: its weight row, and its index within the row's
+        step."""
         thread, _, _ = cute.arch.thread_idx()
         at = thread + i * self.threads
         return at // self.step_vectors, at % self.step_vectors
 
     @cute.jit
     def _keep(self, slot: cute.Pointer, mine: Slice, step: Int32, values: cute.Tensor):
-        """Split a step's vectors, which `_read` loaded to `values`, and write them to shared memory for all warps.
+        """Split a step's vectors of the weight, which `_read` loaded to `values`, and write them to shared memory for
+        all warps.
 
-        Past the last column, write zeros. (If `_read` set these zeros, it would have to wait for its loads.)
+        Vectors past the last column become zeros. (If `_read` set these zeros, it would have to wait for its loads.)
         """
         for i in cutlass.range_constexpr(self.rounds):
             cute.arch.sync_warp()  # or the compiler splits all vectors of 8 streams at once, and spills
@@ -200,10 +208,11 @@ class ExactProducts(Invariant):
         return shared_at(Int32, start + self._at(row, vector), WORDS)
 
     def _at(self, row: Int32, vector: Int32) -> Int32:
-        """Return the offset, in words, of vector number `vector` (16 bytes) in row number `row` of a step's columns.
+        """Return the offset, in words, of a vector (16 bytes) in a step's columns: vector number `vector` of row number
+        `row`.
 
-        Odd rows have the two halves of each 128 bytes exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4
-        vectors each) use all banks.
+        In odd rows, the two halves of each 128 bytes are exchanged. Then the 16-byte reads of 8 lanes for an MMA
+        operand (2 rows, 4 vectors each) use all banks.
         """
         return row * self.step_words + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
 
@@ -211,8 +220,10 @@ class ExactProducts(Invariant):
     def _advance(
         self, stage: cute.Pointer, problem: ExactProjection, mine: Slice, step: Int32, unit: cutlass.Constexpr[int]
     ):  # fmt: skip
-        """Start to copy a step of a unit of tokens to a stage, if the step exists. Past the last token or vector, the
-        last one is copied again. A unit without any token is not copied, and its sums are not stored.
+        """Start to copy one step of a unit's tokens to a stage, if the step exists.
+
+        Past the last token or vector, the last one is copied again. A unit without any token is not copied, and its
+        sums are not stored.
         """
         copy, itemsize = AsyncCopy(WORDS), self.dtype.width // 8
         first = mine.token + unit * (self.warps * UNIT_TOKENS)
@@ -237,8 +248,10 @@ class ExactProducts(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Multiply a step of a unit (UNIT_TOKENS tokens) by the weight and add the results to `products`, and add its
-        elements' squares to `squares`."""
+        """Multiply one step of a unit (UNIT_TOKENS tokens) by the weight.
+
+        The results are added to `products`. The squares of the step's elements of x are added to `squares`.
+        """
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:
             self._clear(stage, mine.vectors - step * self.step_vectors)
@@ -262,7 +275,8 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _clear(self, stage: cute.Pointer, vectors: Int32):
-        """Write zeros over the vectors of a stage from number `vectors` on, which were copied again past the last."""
+        """Write zeros over a stage's vectors from number `vectors` on, which `_advance` filled with copies of the last
+        vector."""
         zeros = cute.make_rmem_tensor(WORDS, Int32)
         zeros.fill(0)
         vector = cute.arch.lane_idx() % self.step_vectors
@@ -273,15 +287,17 @@ class ExactProducts(Invariant):
         cute.arch.sync_warp()
 
     def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
-        """Return the 16 bytes, as words, that lie `rows` rows after a lane's address `place`."""
+        """Return 16 bytes, as words, from shared memory: those `rows` rows after the lane's address `place`."""
         words = cute.make_rmem_tensor(WORDS, Int32)
         words.store(shared_at(Int32, place + rows * self.step_words, WORDS).load())
         return words
 
     def _square(self, rows: list, left: list, sums: cute.Tensor) -> None:
-        """Add x's squares to `sums`. For 16-bit elements the tensor cores multiply rows by themselves, and the diagonal
-        of the product has the squares, which takes a quarter of the instructions. Row g's squares are then in
-        sums[g % 2] and sums[2 + g % 2] of one lane; `_leave` picks them.
+        """Add x's squares to `sums`.
+
+        For 16-bit elements, the tensor cores multiply rows by themselves, which takes a quarter of the instructions.
+        The squares are then the diagonal of the product: row g's squares are in sums[g % 2] and sums[2 + g % 2] of one
+        lane, from which `_leave` picks them.
         """
         for half in range(2):
             if self.dtype is Float32:
@@ -300,19 +316,19 @@ class ExactProducts(Invariant):
                     sums[2 * half + i] = sums[2 * half + i] + few[2 * half + i]
 
     def _left(self, rows: list) -> list:
-        """Return x's MMA operands, each as the words of two rows: the numbers, and for float32 also their rests
-        (`split`)."""
+        """Return x's MMA operands, each as the words of two rows. The first operand has the numbers; for float32 a
+        second operand has their rests (`split`)."""
         if self.dtype is Float32:
             parts = [split(cute.recast_tensor(words, Float32), Float32) for words in rows]
             return [[part[i] for part in parts] for i in range(2)]
         return [[as_operands(words, self.dtype) for words in rows]]
 
     def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
-        """Add left times right to `sums`; rest times rest is left out.
+        """Add left times right to `sums`; the product of rest and rest is left out.
 
-        Products with one rest come first, since they may need scaling. Each read's 4 products are summed by the tensor
-        cores and then added in float32: tensor cores truncate their sums, and the error would grow with the number of
-        steps.
+        Products with one rest come first, since their sum may need scaling. The tensor cores sum the 4 products of each
+        read, and these sums are added in float32. Longer sums on tensor cores would be less exact: tensor cores
+        truncate their sums, so the error would grow with the number of steps.
         """
         mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
         few.fill(0.0)

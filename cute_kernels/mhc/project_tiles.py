@@ -1,23 +1,27 @@
 """The projection's backward for 16-bit streams, in one read of x: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-x [T, n C] are T tokens' n residual streams of C columns. dp is the gradient of p = x weight^T, which has K = n^2 + 2n
-outputs a token, and f a factor for each token that comes from the norm of x; gates_backward.py makes both. The addends
-are further terms of d_x (`Streams`).
+T tokens have n residual streams of C columns each: x is [T, n C]. dp is the gradient of p = x weight^T, which has K =
+n^2 + 2n outputs a token. f is a factor of each token that comes from the norm of x. gates_backward.py makes dp and f.
+The addends are further terms of d_x (`Streams`).
 
-A warp has the same 8 vectors of columns (4 for n = 8) for all of its tokens. Their part of the weight stays in
-registers as an MMA operand, and so do d_weight's sums. Tiles of 16 tokens come through a ring in shared memory that is
-the warp's own; no other warp waits for it. With g = lane / 4 and t = lane % 4:
+A warp has the same 8 vectors of columns (4 for n = 8) for all of its tokens. The weight at these columns stays in
+registers as an MMA operand, and so do the sums for d_weight. Tiles of 16 tokens come through the warp's own ring in
+shared memory, so no warp waits for another. With g = lane / 4 and t = lane % 4:
 
     d_x         [16 tokens, 8 columns]   dp [tokens, K]            times  weight [K, columns]   added to f x
     d_weight^T  [16 columns, 8 outputs]  x^T [columns, tokens]     times  dp [tokens, K]        summed over tokens
 
-A lane reads x twice from shared memory. For d_x it reads 16-byte vectors, numbers t and t + 4 of the rows g and g + 8:
-the j-th pairs of elements of 4 lanes are the columns of one product, so that the lane gets 16 bytes of d_x at the same
-columns as its 16 bytes of x. For d_weight it reads 8 x 8 matrices, which `ldmatrix` transposes. dp is stored in blocks
-of 8 x 8, which are read both as they are and transposed; warps of a CTA that begin each tile together share them.
+A lane reads x twice from shared memory:
 
-A row's vectors lie in permuted order, at vector ^ (a function of the row): then copies (whole rows), reads of vectors
-(two rows, four vectors each) and of matrices (8 rows, one vector each) all use all banks.
+- For d_x it reads 16-byte vectors, numbers t and t + 4 of rows g and g + 8. The j-th pairs of elements of 4 lanes are
+  the columns of one product. So the lane gets 16 bytes of d_x at the same columns as its 16 bytes of x.
+- For d_weight it reads 8 x 8 matrices, which `ldmatrix` transposes.
+
+dp is stored in blocks of 8 x 8, which are read both as they are and transposed. If the warps of a CTA begin each tile
+together (`TileGradients.IN_STEP`), they share these blocks.
+
+A row's vectors lie in permuted order, at vector ^ (a function of the row). With this order, copies (whole rows), reads
+of vectors (two rows, four vectors each) and reads of matrices (8 rows, one vector each) all use all banks.
 """
 
 from __future__ import annotations
@@ -52,8 +56,9 @@ class Streams(NamedTuple):
     """Addresses and sizes of the residual streams x and of their gradient.
 
     Attributes:
-        x, d_x: [T, n, C]. d_x 0: not wanted.
-        d_aggregate, h_pre: [T, C] and [T, n], whose products are added to d_x, if the kernel has addends.
+        x: [T, n, C].
+        d_x: [T, n, C]; 0: not wanted.
+        d_aggregate, h_pre: [T, C] and [T, n]. If the kernel has addends, the product of the two is added to d_x.
         d_residual: [T, n, C], also added to d_x; 0: not given.
         tokens, width: T and C.
     """
@@ -68,11 +73,11 @@ class Streams(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Addresses of dp and f, which the kernel reads, and of the partial sums of d_weight, which it stores.
+    """Addresses of the kernel's inputs dp and f, and of its partial sums of d_weight.
 
     Attributes:
-        blocks: for each token tile, a block with its dp, the gradient of p = x weight^T, and with a float32 factor f
-            for each token, whose f x is a term of d_x. `GatesBackward` stores them (`shapes.block_bytes`).
+        blocks: a block for each token tile, which `GatesBackward` stored (`shapes.block_bytes`). It has dp, the
+            gradient of p = x weight^T, and for each token a float32 factor f, where f x is a term of d_x.
         weights: sums for d_weight, one for each part of the tokens (`tile_sums.py`); 0: not wanted.
     """
 
@@ -129,7 +134,7 @@ class TileGradients(Invariant):
 
     @property
     def carveout(self) -> int:
-        """Percent of an SM's memory that its CTAs need as shared memory; the rest is the L1 cache."""
+        """Percentage of an SM's L1 and shared memory that its CTAs need as shared memory; the rest becomes L1 cache."""
         return min(100, -(-self.ctas_per_sm * (self.smem_bytes + RESERVED_BYTES) * 100 // SM_BYTES))
 
     @cute.jit
@@ -137,7 +142,10 @@ class TileGradients(Invariant):
         self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_code: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. parts: number of parts into which the tokens are divided."""
+        """Launch the kernel.
+
+        parts: number of parts into which the tokens are divided.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, rows, weight, weight_code).launch(
             # One more CTA, after the last column's, adds the gates' sums.
@@ -231,7 +239,8 @@ class TileGradients(Invariant):
             stage = stage_after(stage, self.stages)
 
     def _word(self, row: Int32, vector: Int32) -> Int32:
-        """Return the offset, in words, of a vector of a tile's row in a stage (permuted, see the top of this file)."""
+        """Return the offset, in words, of a vector in a stage: vector number `vector` of row number `row` of the tile.
+        Vectors are permuted (see the top of this file)."""
         turned = row % 8 // 2
         if self.vectors == 8:
             turned += row % 2 * 4
@@ -259,8 +268,8 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
-        """Start to copy a token tile's dp (the gradient of p), and each token's factor f of the norm's term f x in d_x,
-        to a stage."""
+        """Start to copy a token tile's block to a stage: dp (the gradient of p), and each token's factor f, where f x
+        is the norm's term in d_x."""
         often = AsyncCopy(WORDS, is_shared=True)
         source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
         for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):
@@ -270,12 +279,12 @@ class TileGradients(Invariant):
         return run_at(Int32, address + first * (self.dtype.width // 8), Int64(0), WORDS)
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, place: Place) -> list:
-        """Return the weight at a warp's columns as MMA operands.
+        """Return the weight at a warp's columns as MMA operands, which stay in registers.
 
         Returns:
-            Words, nested by group of 4 vectors, pair j of elements, part (0: the weight's nearest 16-bit numbers, 1:
-            their rests, `split.py`) and step of 8 outputs. In the product for pair j, column g (the lane's) is element
-            2 j + g % 2 of the group's vector g / 2.
+            Words[group][j][part][step]: group of 4 vectors; pair j of a vector's elements; part 0 for the weight's
+                nearest 16-bit numbers, 1 for their rests (`split.py`); step of 8 outputs. In the product for pair j,
+                column g = lane / 4 is element 2 j + g % 2 of the group's vector g / 2.
         """
         lane = cute.arch.lane_idx()
         made: list = [[[[] for _ in range(self.parts)] for _ in range(4)] for _ in range(self.groups)]
@@ -294,7 +303,7 @@ class TileGradients(Invariant):
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, products: Products, place: Place,
         fixed: list, tile: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a tile: add to d_weight's sums, and store its d_x."""
+        """Process a token tile: add its contribution to the sums for d_weight, and store its d_x."""
         if products.weights != 0:
             self._grow(stage, blocks, sums)
         if streams.d_x != 0:
@@ -302,7 +311,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
-        """Add x^T dp over a tile's tokens to `sums`; dp is the gradient of p = x weight^T."""
+        """Add x^T dp, summed over a tile's tokens, to `sums`. dp is the gradient of p = x weight^T."""
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
         right = [self._dp(blocks, True, part) for part in range(self.parts)]
         row = lane % 8 + lane // 16 * 8
@@ -321,8 +330,8 @@ class TileGradients(Invariant):
     def _spread(
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, place: Place, fixed: list, tile: Int32
     ):  # fmt: skip
-        """Store d_x of a tile. It passes through shared memory, so that 8 lanes store 128 bytes of one row instead of
-        64 bytes of each of two rows."""
+        """Store d_x of a tile. d_x passes through shared memory, so that 8 lanes store 128 bytes of one row; from
+        registers they would store 64 bytes of each of two rows."""
         lane = cute.arch.lane_idx()
         left = [self._dp(blocks, False, part) for part in range(self.parts)]
         norms_at = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
@@ -362,8 +371,11 @@ class TileGradients(Invariant):
     def _group(
         self, places: list, left: list, norms: list, fixed: list, weights: list, d_residual: Int64
     ) -> list:  # fmt: skip
-        """Return the words of d_x at a lane's vectors of two rows. places: the addresses of these vectors of x; those
-        of the addends are at a fixed distance after them."""
+        """Return the words of d_x at a lane's vectors of two rows.
+
+        places: the addresses of x's vectors in these rows. The vectors of the addends are at a fixed distance after
+        them.
+        """
         mma, half_mma = WarpMma(self.dtype), WarpMma(self.dtype, half=True)
         sums = cute.make_rmem_tensor((4, 4), Float32)
         for half in cutlass.range_constexpr(2):

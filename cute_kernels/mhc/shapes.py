@@ -1,10 +1,14 @@
 """Sizes of the hyper-connection kernels, on which the host (workspaces, launch arguments) and the kernels must agree.
 Plain Python: imports no compiler.
 
-x [T, n C] are T tokens' n residual streams of C columns each. The projection is p = x weight^T, with K = n^2 + 2n
-outputs a token. dp is the gradient of p, and f a token's factor: the RMS norm of x adds f x to d_x, the gradient of x.
-A slice is a range of x's columns, a part (of the tokens) a range of token tiles. itemsize: bytes of an element of the
-streams.
+T tokens have n residual streams of C columns each: x is [T, n C]. The projection is p = x weight^T, [T, K] with K = n^2
++ 2n outputs a token. Backward has these further terms:
+
+    dp      the gradient of p
+    f       float32, a factor of each token: the RMS norm of x adds f x to d_x, the gradient of x
+
+A slice is a range of x's columns. A part (of the tokens) is a range of token tiles. `itemsize` is the bytes of an
+element of the streams.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any, NamedTuple
 from ..architectures import ARCHS
 
 CTAS_PER_SM = 4
-"""CTAs of post_mix's backward on an SM, each of 128 threads with up to 128 registers. Every CTA stores a row of partial
+"""CTAs on an SM in post_mix's backward. A CTA has 128 threads with up to 128 registers, and stores one row of partial
 sums."""
 
 TOKEN_TILE = 16
@@ -30,16 +34,16 @@ MAX_EXACT_SLICES = 48  # with more slices, adding their sums takes longer than t
 # Constants of the projection's backward.
 GATE_WARPS = 8
 GATE_BATCH = 8
-"""Tokens that a warp of the gates' backward handles at a time: for 4 streams, 50 KB of loads are then in flight on an
-SM."""
+"""Tokens that a warp of the gates' backward loads at a time. With 8 tokens and 4 streams, 50 KB of loads are in flight
+on an SM."""
 GATE_BACKWARD_WARPS = 16
 GATE_CTAS_PER_SM = 2
 SPREAD_WARPS = 4
 SPREAD_CTAS_PER_SM = 3
 MAX_SPLITS = 16
 MOST_EXACT_TOKENS = 8192
-"""The most tokens in one part of the tokens (`spread_splits`) with a float32 weight. Tensor cores truncate their sums:
-over 4681 tokens the sums lose 1e-5 of their values, and more over more tokens."""
+"""The most tokens in one part of the tokens (`spread_splits`) if the weight is float32. The reason is that tensor cores
+truncate their sums: a sum over 4681 tokens loses 1e-5 of its value, and more over more tokens."""
 
 
 class ProjectCta(NamedTuple):
@@ -61,9 +65,12 @@ class ProjectCta(NamedTuple):
 
 
 def project_cta(arch: str) -> ProjectCta:
-    """Return the sizes of the projection's CTA on an architecture. On Hopper 64 KB of x are in flight. With 99 KB of
-    shared memory, a quarter of these bytes are in flight: half as many warps read rows half as long, so that the
-    float32 weight of 8 streams still fits."""
+    """Return the sizes of the projection's CTA on an architecture.
+
+    On Hopper, an SM has 64 KB of x in flight. Architectures with 99 KB of shared memory have a quarter of that in
+    flight (half as many warps, each with half as many bytes of a row), so that the float32 weight of 8 streams still
+    fits.
+    """
     smem = ARCHS[arch].smem_bytes - 1024
     return ProjectCta(8, smem, 256) if smem > 128 * 1024 else ProjectCta(4, smem, 128)
 
@@ -74,21 +81,30 @@ def outputs(n: int) -> int:
 
 
 def ring_stages(n: int) -> int:
-    """Return the number of stages of a warp's ring for x: 3, of which two are being filled while the third is used; 2
-    for 8 streams, whose weight leaves no room for a third."""
+    """Return the number of stages of a warp's ring for x.
+
+    It is 3: two stages are being filled while the third is used. It is 2 for 8 streams, whose weight leaves no room for
+    a third stage.
+    """
     return 3 if n < 8 else 2
 
 
 def slice_capacity(cta: ProjectCta, n: int, itemsize: int) -> int:
-    """Return how many columns of the weight, in whole steps, fit into shared memory as a CTA's slice."""
+    """Return the most columns that a slice of the weight can have: as many whole steps of K = n^2 + 2n rows as fit into
+    shared memory beside the warps' rings."""
     ring = cta.warps * ring_stages(n) * cta.stage_bytes
     row = (cta.smem - ring) // outputs(n) - ROW_PADDING
     return row // cta.step_bytes * (cta.step_bytes // itemsize)
 
 
 class Slices(NamedTuple):
-    """Division of the projection's columns and tokens over CTAs: `slices` slices of `slice_columns` columns each, and
-    for each slice `groups` CTAs that share the tokens."""
+    """Division of the projection's columns and tokens over CTAs.
+
+    Attributes:
+        slices: number of slices of the columns.
+        slice_columns: columns of a slice.
+        groups: number of CTAs for each slice; they share the tokens.
+    """
 
     slices: int
     slice_columns: int
@@ -98,8 +114,10 @@ class Slices(NamedTuple):
 def project_slices(
     cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
 ) -> Slices:  # fmt: skip
-    """Divide the projection's columns and tokens over CTAs: return the division with the fewest slices of columns that
-    keeps nearly all warps of all SMs busy to the end. Few, because each slice writes sums for every token.
+    """Divide the projection's columns and tokens over CTAs.
+
+    The result has the fewest slices with which nearly all warps of all SMs are busy to the end. Few slices are better,
+    because each slice writes sums for every token.
 
     columns: n C, the columns of n residual streams.
     """
@@ -117,9 +135,11 @@ def project_slices(
 
 
 def exact_ring(n: int) -> tuple[int, int]:
-    """Return, for an exact (float32) weight, how many units of UNIT_TOKENS tokens a warp has, and how many stages of
-    one unit its ring has. With 8 streams, the sums leave registers for only one unit, and the weight's two steps leave
-    shared memory for only two stages.
+    """Return two sizes of a warp's work if the weight is exact (float32): the number of its units of UNIT_TOKENS
+    tokens, and the number of ring stages, each of which holds one unit.
+
+    With 8 streams there is one unit, since its sums fill the registers, and there are two stages, since the weight's
+    two steps fill shared memory.
     """
     return (2, 3) if n < 8 else (1, 2)
 
@@ -127,11 +147,12 @@ def exact_ring(n: int) -> tuple[int, int]:
 def exact_slices(
     cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
 ) -> Slices:  # fmt: skip
-    """Divide the columns and tokens of the projection with a float32 weight (`project_exact.py`) over CTAs: return the
-    division with the fewest slices of columns that keeps nearly all SMs busy to the end.
+    """Divide the columns and tokens of the projection with a float32 weight (`project_exact.py`) over CTAs.
 
-    A group has as many tokens as one CTA handles; there is a CTA for each slice and each group. columns: n C, the
-    columns of n residual streams.
+    The result has the fewest slices of columns with which nearly all SMs are busy to the end. There is one CTA for each
+    pair of a slice and a group of tokens; a group has as many tokens as one CTA handles.
+
+    columns: n C, the columns of n residual streams.
     """
     step = cta.step_bytes // itemsize
     groups, steps = -(-tokens // (cta.warps * UNIT_TOKENS * exact_ring(n)[0])), -(-columns // step)
@@ -143,48 +164,51 @@ def exact_slices(
 
 
 def project_workspace(n: int, slices: int, tokens: int) -> int:
-    """Return the size of the projection's workspace in float32 elements: for each slice of x's columns and each token,
-    n^2 + 2n sums of products and a sum of squares."""
+    """Return the size of the projection's workspace in float32 elements. Each slice of x's columns stores, for each
+    token, K = n^2 + 2n sums of products and one sum of squares."""
     return slices * tokens * (outputs(n) + 1)
 
 
 def thread_columns(n: int, itemsize: int) -> int:
-    """Return a thread's number of columns in the projection's backward: 8, or 4 for float32 or where sums of 8 would
-    not fit into registers."""
+    """Return how many columns a thread has in the projection's backward. It is 8 for 16-bit streams, and 4 for float32
+    streams or 8 streams, whose sums of 8 columns would not fit into registers."""
     return 8 if itemsize == 2 and n < 8 else 4
 
 
 def row_vectors(n: int) -> int:
-    """Return how many vectors (8 columns) of each token's row a warp of the projection's backward handles, for 16-bit
+    """Return how many vectors of a token's row (8 columns each) a warp of the projection's backward handles, for 16-bit
     streams."""
     return thread_columns(n, 2)
 
 
 def block_bytes(n: int, parts: Any) -> Any:
-    """Return the bytes that the projection's backward of 16-bit streams reads of a token tile besides x.
+    """Return the bytes that the projection's backward of 16-bit streams reads for each token tile besides x: the tile's
+    block.
 
-    First comes dp, the gradient of p = x weight^T, in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16
-    tokens for the same outputs are neighbours. Last comes a float32 factor f for each token, whose f x is a term of
-    d_x, the gradient of x.
+    A block begins with dp, the gradient of p = x weight^T, in sub-blocks of 8 tokens x 8 outputs; the two sub-blocks of
+    the tile's 16 tokens for the same outputs are neighbours. With a float32 weight, dp is stored twice: first the
+    nearest 16-bit numbers, then their rests (`split.py`). A block ends with each token's float32 factor f, where f x is
+    a term of d_x.
 
-    parts: numbers that represent an element of dp: 1, or 2 with a float32 weight; then the blocks of dp's rests
-        (`split.py`) follow the blocks of dp's nearest numbers.
+    parts: 16-bit numbers that represent an element of dp: 1, or 2 with a float32 weight.
     """
     return TOKEN_TILE * (2 * outputs(n) * parts + 4)
 
 
 def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
-    """Return the number of CTAs of the projection's backward that share a token's n C columns. width: C (columns of one
-    stream), a Python integer or the compiler's."""
+    """Return the number of CTAs of the projection's backward that together have a token's n C columns.
+
+    width: C (columns of one stream), a Python integer or the compiler's.
+    """
     columns = 8 * thread_columns(n, itemsize)
     return ((width + columns - 1) // columns * n + SPREAD_WARPS - 1) // SPREAD_WARPS
 
 
 def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int, is_exact: bool) -> int:
-    """Return the number of parts into which the projection's backward divides the tokens, so that the last wave of CTAs
-    is nearly full.
+    """Return the number of parts into which the projection's backward divides the tokens. It is chosen so that the last
+    wave of CTAs is nearly full.
 
-    is_exact: the weight is float32, so that a part has at most MOST_EXACT_TOKENS tokens.
+    is_exact: True: the weight is float32; then a part has at most MOST_EXACT_TOKENS tokens.
     """
     blocks, slots = spread_blocks(n, itemsize, width), SPREAD_CTAS_PER_SM * num_sms
     least = max(1, -(-tokens // MOST_EXACT_TOKENS)) if is_exact else 1
@@ -194,26 +218,26 @@ def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int, 
 
 
 def gate_ctas(tokens: int, num_sms: int) -> int:
-    """Return the number of CTAs of the gates' backward: enough for one batch of tokens a warp, but no more than fit on
-    the SMs at the same time; warps then have several batches."""
+    """Return the number of CTAs of the gates' backward: enough for one batch of tokens for each warp, but at most as
+    many as run on the SMs at the same time. With more tokens, a warp has several batches."""
     return min(-(-tokens // (GATE_BATCH * GATE_BACKWARD_WARPS)), GATE_CTAS_PER_SM * num_sms)
 
 
 class BackwardWorkspace(NamedTuple):
     """Offsets in bytes of the arrays in the workspace of the projection's backward.
 
-    The projection is p = x weight^T: x [T, n C] are T tokens' n residual streams of C columns, p is [T, K] with
-    K = n^2 + 2n. Here T is rounded up to whole token tiles.
+    The projection is p = x weight^T, where x is [T, n C] and p is [T, K] with K = n^2 + 2n. Here T is rounded up to
+    whole token tiles.
 
-    The arrays products, pairs and norms are for float32 streams. For 16-bit streams, one block for each token tile
-    (`block_bytes`) has their content; the blocks begin at `products`.
+    The arrays products, pairs and norms are for float32 streams. 16-bit streams have one block for each token tile
+    instead (`block_bytes`), with the same content; the blocks begin at `products`.
 
     Attributes:
         products: dp, the gradient of p, [T, K] in the streams' dtype.
         pairs: dp as [T / 2, K, 2], an output's values for two tokens side by side.
         norms: float32 [T], each token's factor f: the RMS norm of x adds f x to d_x, the gradient of x.
-        sums: float32 [CTAs, 2 K], for each CTA of the gates' backward its sums over tokens for the gradients of the
-            gates' bias and alphas (gates.py).
+        sums: float32 [CTAs, 2 K], the sums over tokens that each CTA of the gates' backward stores, for the gradients
+            of the gates' bias and alphas (gates.py).
         weights: float32, the sums for d_weight over each part of the tokens (`spread_splits`): [parts, K, n C], or for
             16-bit streams in the order of `tile_sums.py`.
         end: the size of the workspace.

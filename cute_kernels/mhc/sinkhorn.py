@@ -1,19 +1,20 @@
 """Sinkhorn normalisation of small n x n matrices and its gradient; each thread handles one matrix.
 
-l are the logits. With M0 = exp(l - rowmax), the matrix after every step is M = diag(u) M0 diag(v), so a step is known
-by its 2n factors u and v. Backward computes the factors of all iterations again, keeps them in shared memory (in
-registers 20 iterations would be 160 numbers), and goes through the steps in reverse.
+l are the logits, and M0 = exp(l - rowmax). The matrix after every step is M = diag(u) M0 diag(v), so the 2n factors u
+and v describe a step completely. Backward computes the factors of all iterations again and keeps them in shared memory
+(in registers, 20 iterations would be 160 numbers). Then it goes through the steps in reverse.
 
-A line is a row in one step, a column in the next. With H = gradient * M, elementwise, a step M' = M / (sum M + eps)
-means H = H' - M' sum H', with sums over a line. Backward keeps Q, where H = Q M0 elementwise: then a step subtracts
-from each line of Q the same line of u v^T times the sum of M0 Q' over the line. This takes 9 operations for a line of
-4 and uses the factors as they are. So rounding errors do not add up, and no matrix is stored.
+A line is a row in one step, a column in the next. Let H = gradient * M, elementwise. Then a step M' = M / (sum M + eps)
+of forward becomes H = H' - M' sum H' in backward, with sums over a line. Backward does not keep H but Q, where H = Q M0
+elementwise. In terms of Q, a step subtracts from each line of Q the same line of u v^T times the sum of M0 Q' over the
+line. This takes 9 operations for a line of 4. It uses the factors as they are, so rounding errors do not add up, and no
+matrix is stored.
 
-A column whose logits all lie far below their rows' maxima would underflow in float32. So M0's columns are divided by
-their largest element, exp(peak), and the factors v begin at exp(peak) instead of at 1. If the peak is below DEEPEST,
-float32 does not hold this factor either. While a column is that small, its sum is negligible beside eps, and each
-iteration multiplies it by 1 / eps. Such a column "sleeps", with factor 0, for as many iterations as it takes to come
-above DEEPEST.
+If all logits of a column lie far below their rows' maxima, the column would underflow in float32. So each column of M0
+is divided by its largest element, exp(peak), and its factor in v begins at exp(peak) instead of at 1. If the peak is
+below DEEPEST, float32 cannot hold this factor either. While a column is that small, its sum is negligible beside eps,
+so each iteration multiplies the column by 1 / eps. Such a column "sleeps", with factor 0, until enough iterations have
+raised it above DEEPEST.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from ..tracing import DTYPES, Traced, traced
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
 THREADS = 32
 DEEPEST = -80.0
-"""Natural logarithm of the least factor of a column that takes part: 2e-35, with which products still fit into
-float32."""
+"""Natural logarithm of the least factor with which a column takes part. The factor is 2e-35; products with it still fit
+into float32."""
 LEAST_EPS = 1e-30
-"""The least eps with which columns sleep. A smaller eps is not larger than a sleeping column's sum would be; with such
-an eps, peaks below DEEPEST are raised to DEEPEST."""
+"""The least eps with which columns sleep (see above). A smaller eps would not exceed the sum of a sleeping column; with
+such an eps, peaks below DEEPEST are raised to DEEPEST instead."""
 LOWEST = -3e38
 """The peak that a column of -inf gets instead of -inf, so that its elements stay 0."""
 NEVER = 1e6
@@ -47,13 +48,13 @@ NEVER = 1e6
 
 
 class Start(NamedTuple):
-    """A thread's matrix before the first iteration: m0 diag(first), where sleeping columns (see above) have factor 0
-    instead.
+    """A thread's matrix before the first iteration: m0 diag(first). Columns that sleep (see above) have factor 0
+    instead of `first`.
 
     Attributes:
         m0: [n, n] row-major; the largest element of each row and of each column is 1.
         first: [n], the factor of each column when it begins to take part.
-        sleep: Int32 [n], the iterations after which a column begins; 0: at once.
+        sleep: Int32 [n], the iterations after which a column begins to take part; 0: at once.
     """
 
     m0: cute.Tensor
@@ -77,8 +78,8 @@ class Start(NamedTuple):
 
 
 def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
-    """Return the state before the first iteration: exp(logits - rowmax) divided by its columns' largest elements, with
-    columns that are too small put to sleep."""
+    """Return the state before the first iteration: exp(logits - rowmax), with each column divided by its largest
+    element. Columns that are too small are put to sleep."""
     m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
     sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):
@@ -106,10 +107,12 @@ def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
 def _put_to_sleep(
     first: cute.Tensor, sleep: cute.Tensor, peaks: cute.Tensor, lowest: Float32, eps: Float32, n: cutlass.Constexpr[int]
 ):
-    """Put columns to sleep whose peak (the log of their largest element) is below DEEPEST.
+    """Put columns to sleep whose peak (the log of the column's largest element) is below DEEPEST.
 
-    Such a column has factor 0 at first. `sleep` becomes the number of iterations after which it exceeds DEEPEST, and
-    `first` its factor at that time. lowest: the lowest of `peaks`. Does nothing if eps < LEAST_EPS.
+    Such a column has factor 0 at first. `sleep` becomes the number of iterations after which the column exceeds
+    DEEPEST, and `first` its factor at that time. If eps < LEAST_EPS, nothing is changed.
+
+    lowest: the lowest of `peaks`.
     """
     if (lowest < DEEPEST) & (eps >= LEAST_EPS):
         growth = -cute.math.log(eps, fastmath=True)
@@ -122,7 +125,8 @@ def _put_to_sleep(
 
 
 def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
-    """Divide each line (row or column) of diag(u) M0 diag(v) by its sum + eps, by changing the lines' factors `ours`.
+    """Divide each line (row or column) of diag(u) M0 diag(v) by its sum + eps. Only the lines' factors `ours` change,
+    M0 does not.
 
     Args:
         ours: u for rows, v for columns.
@@ -138,7 +142,8 @@ def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: t
 
 @cute.jit
 def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cutlass.Constexpr[int]):
-    """Do one iteration: normalise rows, then columns, of diag(u) M0 diag(v) by changing the factors u and v."""
+    """Do one iteration: normalise first the rows, then the columns, of diag(u) M0 diag(v) by changing the factors u and
+    v."""
     _balance(m0, u, v, (n, 1), n, eps)
     _balance(m0, v, u, (1, n), n, eps)
 
@@ -184,8 +189,8 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
 def _through_maximum(start: Start, h: cute.Tensor, n: int):
     """Replace H, in place, by the gradient of the logits.
 
-    M0 = exp(l - rowmax), so each row's sum of H is subtracted at the row's maximum, in equal shares if several elements
-    tie.
+    M0 = exp(l - rowmax), so the row's sum of H is subtracted from H at the row's maximum. If several elements tie for
+    the maximum, each takes an equal share.
     """
     for i in range(n):
         total, ties = h[i * n], Float32(0.0)

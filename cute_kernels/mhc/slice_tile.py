@@ -1,11 +1,14 @@
 """A token tile's columns of several arrays in shared memory, as the boundary's kernels copy, read and write them.
 
-An array holds 16 tokens of one stream (of n residual streams, D columns each), of a stream's gradient, or of a matrix
-[T, D]. It has a slice of the D columns: 16 columns for each warp of the CTA. Arrays of streams come first.
+An array holds 16 tokens of a matrix [T, D], of one of n residual streams (D columns each), or of a stream's gradient.
+It has a slice of the D columns: 16 columns for each warp of the CTA. Arrays of streams come first.
 
-A row's vectors of 16 bytes lie in an order that depends on the row and on the stream. With it copies of whole rows,
-accesses of 8 bytes (four rows, two neighbouring vectors each), and 8 x 8 matrices of one vector of 8 tokens, or of two
-tokens' four streams, all use all banks.
+Vectors of 16 bytes are permuted within a row, by a function of the row and of the stream. With this order, each of the
+following uses all banks:
+
+- copies of whole rows;
+- accesses of 8 bytes (four rows, two neighbouring vectors each);
+- 8 x 8 matrices of one vector of 8 tokens, or of two tokens' four streams.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ WORDS = 4  # of a vector
 PAIR_WORDS = 2
 COLUMNS = 4  # of a lane, 8 bytes
 APART = (0, 1, 4, 5)
-"""A number for each stream, by which the order of its vectors differs from the other streams' orders."""
+"""For each stream, the number that is XORed into the index of its vectors, so that the order of vectors differs from
+stream to stream."""
 
 
 class Place(NamedTuple):
-    """The 16 bytes of each array that a thread copies for a tile.
+    """The place of the 16 bytes that a thread copies for a tile, in each array.
 
     Attributes:
         row, vector: the token's number in the tile, and the number of the vector in the slice.
@@ -50,12 +54,13 @@ class Place(NamedTuple):
 
 
 class SliceTile(Invariant):
-    """Arrays of one stage for n = 4 streams of a 16-bit dtype. The CTA has a thread for each vector of an array; the
-    thread copies this vector of all arrays.
+    """Arrays of one stage, for n = 4 streams of a 16-bit dtype. The CTA has one thread for each vector of an array;
+    this thread copies the same vector of all arrays.
 
     Attributes:
         arrays: number of arrays.
-        array_words, stage_words: 32-bit words of an array, and of a stage, which has `extra_words` after its arrays.
+        array_words: 32-bit words of an array.
+        stage_words: 32-bit words of a stage, which has `extra_words` words after its arrays.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], n: int, cta: SliceCta, arrays: int, extra_words: int):
@@ -72,7 +77,8 @@ class SliceTile(Invariant):
         self.stage_words = arrays * self.array_words + extra_words
 
     def word(self, row: Int32, vector: Int32, stream: Int32 | int = 0) -> Int32:
-        """Return the offset, in words, of a vector (16 bytes) of row number `row` from the start of the row's array.
+        """Return the offset, in words, of a vector (16 bytes) from the start of its array. row: the vector's row
+        (token) in the tile.
 
         stream: the stream's number, if the array holds a stream or a stream's gradient.
         """
@@ -80,7 +86,7 @@ class SliceTile(Invariant):
         return (row * self.vectors + (vector ^ (row % 4 * 2 + row // 4 % 2 ^ apart))) * WORDS
 
     def mine(self) -> Int32:
-        """Return the offset, in words, of this lane's 8 bytes (COLUMNS columns) of token lane / 4 within an array.
+        """Return the offset, in words, within an array of this lane's 8 bytes (COLUMNS columns) of token lane / 4.
 
         The lane's 8 bytes of token lane / 4 + 8 lie `half_words` further. In the array of stream j, both offsets are
         XORed with APART[j] * WORDS.
@@ -104,13 +110,13 @@ class SliceTile(Invariant):
         return stage + number * self.array_words
 
     def numbers(self, array: cute.Pointer, offset: Int32) -> cute.Tensor:
-        """Return the COLUMNS numbers at an offset of an array as float32."""
+        """Return the COLUMNS numbers at an offset of an array, as float32."""
         words = cute.make_rmem_tensor(PAIR_WORDS, Int32)
         words.store(shared_at(Int32, array + offset, PAIR_WORDS).load())
         return self.widened(words)
 
     def widened(self, words: cute.Tensor) -> cute.Tensor:
-        """Return COLUMNS numbers of the streams' dtype, in words, as float32."""
+        """Convert COLUMNS numbers of the streams' dtype, held in words, to float32."""
         if const_expr(self.dtype is not cutlass.BFloat16):
             return floats(cute.recast_tensor(words, self.dtype))
         # A word's upper half takes one instruction; the compiler's conversion takes two.
@@ -123,8 +129,8 @@ class SliceTile(Invariant):
     def rounded(self, values: cute.Tensor) -> cute.Tensor:
         """Round COLUMNS float32 registers to the streams' dtype, and return them as words.
 
-        Two numbers take one instruction. The compiler's conversion, of numbers that are widened again, takes two from a
-        slower pipe and one to join them.
+        One instruction converts two numbers. The compiler's own conversion is slower if the numbers are widened again:
+        it takes two instructions of a slower pipe, and one to join the numbers.
         """
         words = cute.make_rmem_tensor(PAIR_WORDS, Int32)
         for i in range(PAIR_WORDS):
@@ -140,9 +146,12 @@ class SliceTile(Invariant):
         shared_at(Int32, array + offset, PAIR_WORDS).store(words.load())
 
     def updated(self, streams: list, y: cute.Tensor, comb: list, post: list) -> list:
-        """Return the words of the updated streams: post_j y + the sum over i of comb_ij streams_i, rounded.
+        """Return the words of the updated streams, rounded: stream j is post_j y + the sum over i of comb_ij streams_i.
 
-        streams: for each stream COLUMNS float32 numbers. y: as many numbers of y. comb: lists by i, then by j.
+        Args:
+            streams: COLUMNS float32 numbers for each stream.
+            y: COLUMNS float32 numbers of y.
+            comb: lists by i, then by j.
         """
         made = [cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(self.n)]
         for j in range(self.n):
@@ -153,8 +162,8 @@ class SliceTile(Invariant):
         return [self.rounded(one) for one in made]
 
     def span(self, tokens: Int32) -> tuple[Int32, Int32]:
-        """Return the first token tile of this CTA's part of the tokens, and the tile after the part's last. The grid
-        has slices along x, parts along y."""
+        """Return the range of token tiles of this CTA's part of the tokens: the first tile, and the tile after the
+        last. The grid has slices along x, parts along y."""
         _, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
         tiles = tiles_of(tokens)
@@ -162,9 +171,10 @@ class SliceTile(Invariant):
         return part * per_part, cutlass.min(part * per_part + per_part, tiles)
 
     def place(self, start: Int32, number: Int32, tokens: Int32, width: Int32) -> Place:
-        """Return the place of the 16 bytes that this thread copies into each array, for token tile `number`.
+        """Return the place of the 16 bytes that this thread copies into each array for token tile `number`. Past the
+        last token, it is the place of the last token's bytes.
 
-        start: the first column of the CTA's slice. For a token past the last, the place of the last token's bytes.
+        start: the first column of the CTA's slice.
         """
         thread, _, _ = cute.arch.thread_idx()
         row, vector = thread // self.vectors, thread % self.vectors
@@ -176,14 +186,16 @@ class SliceTile(Invariant):
         return Place(row, vector, token * row_bytes + bytes_, at_streams, row_bytes, is_token, is_column)
 
     def copy_streams(self, arrays: cute.Pointer, streams: Int64, place: Place, wanted: Boolean) -> None:
-        """Start to copy a tile of `streams`, the address of [T, n, D], to n arrays; zeros unless `wanted`."""
+        """Start to copy a tile of `streams` (the address of [T, n, D]) to n arrays. Copy zeros instead if `wanted` is
+        False."""
         count = bytes_if(wanted)
         for j in range(self.n):
             target = self.array(arrays, j) + self.word(place.row, place.vector, j)
             copy_chunk(target.toint(), (streams + Int64(j * place.row_bytes)) + place.at_streams, count)
 
     def copy_rows(self, array: cute.Pointer, rows: Int64, place: Place, wanted: Boolean) -> None:
-        """Start to copy a tile of `rows`, the address of [T, D], to an array; zeros unless `wanted`."""
+        """Start to copy a tile of `rows` (the address of [T, D]) to an array. Copy zeros instead if `wanted` is
+        False."""
         target = array + self.word(place.row, place.vector)
         copy_chunk(target.toint(), rows + place.at_token, bytes_if(wanted))
 

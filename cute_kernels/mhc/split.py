@@ -1,13 +1,14 @@
-"""Splits of float32 numbers into two numbers of a dtype that tensor cores multiply: the nearest, and the rest (the
-difference).
+"""Splits of float32 numbers into two numbers of a dtype that tensor cores multiply. The first is the nearest number of
+the dtype; the second, called the rest, is the difference.
 
-Two bfloat16 numbers hold 16 bits of a float32 number (an error of 2^-18 at most), two of float16 or TF32 hold 22. To
-multiply two split numbers to the same precision takes three products: all except rest times rest. A third part, which
-would make the split exact, would be below what float32 sums of thousands of terms resolve, and cost a third product.
+Two bfloat16 numbers hold 16 bits of a float32 number (an error of 2^-18 at most), two of float16 or TF32 hold 22. The
+product of two split numbers has the same precision with three products: all except rest times rest. A third number
+would make the split exact. But it would be below what float32 sums of thousands of terms resolve, and it would cost a
+third product.
 
-A rest in float16 is stored times 2^11 (`rest_scale`), because the rest of a number below 2^-3 would lie where float16
-loses bits; sums of products with rests are then scaled back. So a pair holds multiples of 2^-35, and less than 22 bits
-of the smallest numbers.
+A rest in float16 is stored times 2^11 (`rest_scale`); sums of products with rests are then scaled back. Without this
+factor, the rest of a number below 2^-3 would lie where float16 loses bits. So a pair holds multiples of 2^-35, which is
+less than 22 bits for the smallest numbers.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
 
 
 def append_pairs(operands: list, low: cute.Tensor, high: cute.Tensor, dtype: type[cutlass.Numeric]) -> None:
-    """Append a lane's MMA operand words for one step (8 outputs) of the weight, made from two weight rows.
+    """Append the words of a lane's MMA operands for one step (8 outputs) of the weight, made from two weight rows.
 
     Args:
-        operands: lists of words by pair j of columns, then by part of the split: nearest numbers, rests. With one
-            part, only the nearest numbers are appended.
-        low, high: the lane's elements of the first and of the second weight row, in the same columns; two for each
-            pair.
+        operands: lists of words, operands[j][part]: pair j of columns; part 0 for the nearest numbers, 1 for their
+            rests. If the lists have one part, only the nearest numbers are appended.
+        low, high: the lane's elements of the first and of the second weight row, in the same columns: two elements for
+            each pair j.
         dtype: the dtype of the operands.
     """
     for j, parts in enumerate(operands):
@@ -71,7 +72,8 @@ def append_pairs(operands: list, low: cute.Tensor, high: cute.Tensor, dtype: typ
 
 @cute.jit
 def _chosen(low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Return element 2 j + g % 2 of both rows, where g (lane / 4) is the lane's column of an operand."""
+    """Return element 2 j + g % 2 of both rows, as two float32 numbers. g = lane / 4 is the operand's column that this
+    lane holds."""
     pair = cute.make_rmem_tensor(2, Float32)
     pair[0], pair[1] = low[2 * j], high[2 * j]
     if cute.arch.lane_idx() // 4 % 2 == 1:
@@ -80,8 +82,12 @@ def _chosen(low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> c
 
 
 def add_split(mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
-    """Add to `sums` (4 registers) the product of the nearest numbers (`near`: two operands), and the products with one
-    rest (`with_rests`: pairs of operands; empty if nothing is split)."""
+    """Add the products of split operands to `sums` (4 registers of an MMA).
+
+    Args:
+        near: two operands, the nearest numbers.
+        with_rests: pairs of operands of which one is a rest; empty if nothing is split.
+    """
     if with_rests and rest_scale(mma.dtype) != 1.0:
         small = cute.make_rmem_tensor(4, Float32)
         small.fill(0.0)

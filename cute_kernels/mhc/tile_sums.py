@@ -1,11 +1,10 @@
-"""Sums for d_weight: from the sums that warps of the projection's backward hold in registers, each over a part of the
-tokens, to d_weight [K, n C], the gradient of the projection's weight for n residual streams of C columns, with
-K = n^2 + 2n outputs.
+"""The last step of the projection's backward for 16-bit streams: makes d_weight from partial sums. d_weight [K, n C] is
+the gradient of the projection's weight, for n residual streams of C columns and K = n^2 + 2n outputs.
 
-A warp's sums are `count` fragments, 4 registers a lane, in the order in which an MMA leaves them. The workspace has
-them in the same order, 16 bytes a thread; in the order of d_weight they would be stored 32 bytes at a time. A second
-kernel, with a CTA for each fragment of each CTA, adds the parts in order, so that d_weight has the same bits every
-time.
+A warp of the main kernel holds its sums for d_weight in registers, over one part of the tokens. They are `count`
+fragments of 4 registers a lane, in the order in which an MMA leaves them. The workspace has them in the same order, 16
+bytes a thread; in the order of d_weight, a warp would store 32 bytes at a time. A second kernel has one CTA for each
+fragment of each CTA. It adds the parts in order, so that d_weight has the same bits every time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PARTS = 4  # parts that are read at a time
 
 
 class TileSums(Invariant):
-    """Second kernel, which makes d_weight (`launch`), and device code for the first kernel, which makes the sums
+    """The second kernel, which makes d_weight (`launch`), and the device code by which the first kernel stores its sums
     (`leave`).
 
     The first kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
@@ -46,7 +45,8 @@ class TileSums(Invariant):
         """Store this thread's sums for d_weight in the workspace `partials`.
 
         Args:
-            part, block: the CTA's part of the tokens, and its block of columns.
+            part: the CTA's part of the tokens.
+            block: the CTA's block of columns.
             blocks: number of blocks of columns.
             sums: [FRAGMENT, K / 8, pairs of vectors], K = n^2 + 2n.
         """
@@ -55,8 +55,9 @@ class TileSums(Invariant):
             self._fragment(partials, part * blocks + block, i).store(mine.load())
 
     def _fragment(self, partials: Int64, row: Int32, index: Int32) -> cute.Tensor:
-        """Return the thread's 4 registers of fragment `index` of a CTA, in the workspace. row: the CTA's index, part *
-        blocks + block.
+        """Return a view of the workspace: the thread's 4 registers of fragment `index` of a CTA.
+
+        row: the CTA's index, part * blocks + block.
         """
         thread, _, _ = cute.arch.thread_idx()
         return run_at(Float32, partials, (Int64(row * self.count + index) * THREADS + thread) * FRAGMENT, FRAGMENT)

@@ -1,4 +1,4 @@
-"""Sums over a token's columns, which the threads of a CTA share. The order of additions is fixed."""
+"""Sums over the columns of one token, which the threads of a CTA share. The order of additions is fixed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ALIGNMENT = 16
 class TokenSums(Invariant):
     """`count` sums over all threads of a CTA, for one token after the other.
 
-    For each token call `leave`, a barrier (sync_threads), then `total`, with buffers 0 and 1 in turns. Two buffers make
-    one barrier a token enough: before a buffer is written again, all threads have passed the next barrier, and so have
-    read it.
+    For each token, call `leave`, a barrier (sync_threads), then `total`. Use buffers 0 and 1 in turns. With two
+    buffers, one barrier a token is enough: a thread writes to a buffer again only after the next barrier, and by then
+    all threads have read the buffer.
 
     Attributes:
         smem: [count, warps, 2], at the start of dynamic shared memory.
@@ -39,7 +39,7 @@ class TokenSums(Invariant):
 
     @cute.jit
     def leave(self, values: cute.Tensor, buffer: Int32):
-        """Sum each of the threads' `count` values over the warp, and write the sums to shared memory."""
+        """Sum each of the `count` values over the threads of a warp, and write the sums to shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range_constexpr(self.count):
             total = cute.arch.warp_reduction_sum(values[i])
@@ -48,7 +48,7 @@ class TokenSums(Invariant):
 
     @cute.jit
     def total(self, index: Int32, buffer: Int32) -> Float32:
-        """Return sum number `index` over the CTA; called after the barrier that follows `leave`."""
+        """Return sum number `index` over the CTA. Call it after the barrier that follows `leave`."""
         result = Float32(0.0)
         for warp in cutlass.range_constexpr(self.warps):
             result += self.smem[index, warp, buffer]

@@ -1,5 +1,5 @@
-"""Assignment of the columns of 16-bit residual streams to warps of the projection's backward. A warp has the same
-columns for all of its tokens."""
+"""Assignment of columns to warps in the projection's backward of 16-bit residual streams. A warp has the same columns
+for all of its tokens."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class WarpColumns(Invariant):
         return cute.ceil_div(width, VECTOR * self.vectors)
 
     def warps(self, width: Int32) -> Int32:
-        """Return how many warps it takes to have all columns of a token's n streams. width: columns of a stream, C.
+        """Return the number of warps that have columns of a token's n streams. The grid may have more warps, which have
+        no columns.
 
-        The grid may have more warps; those have no columns.
+        width: C, the columns of a stream.
         """
         return self._across(width) * self.n
 
