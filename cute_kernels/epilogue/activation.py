@@ -1,5 +1,5 @@
-"""Epilogues of the forward GEMMs: grouped_mm, y = x w^T with a scaled bias, and FC1, whose activation is stored with or
-without its preactivation. Terms: base.py."""
+"""Epilogues of the forward GEMMs. LinearEpilogue is for grouped_mm, y = x w^T with a scaled bias. ActivationEpilogue is
+for FC1 (grouped_glu), which stores its activation with or without the preactivation. base.py explains the terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sizes import SLOTS
 
 
 class LinearEpilogue(Epilogue):
-    """Epilogue of grouped_mm: y = acc + bias * scale[row]. Row scales multiply the bias alone."""
+    """Epilogue of grouped_mm: y = acc + bias * scale[row]. The row scale multiplies only the bias, not acc."""
 
     @cute.jit
     def finish_slab(
@@ -40,12 +40,13 @@ class ActivationEpilogue(Epilogue):
     """Epilogue of grouped_glu: act = activation(acc + bias) * scale[row]. If the spec saves the preactivation, a second
     store receives acc + bias.
 
-    With a gate, the first half of a tile's columns is a and the second half is u, unless `in_order`. Either way a
-    thread holds a and u of each of its outputs.
+    With a gate, the activation has two arguments: a (the activated half of w1's rows) and u (the linear half). The
+    first half of a tile's columns is a and the second half is u, unless `in_order`. Either way a thread holds a and u
+    of each of its outputs.
 
     Args:
-        in_order: True: the tile's columns alternate between a and u as w1 does in memory (natural_order.py), so biases
-            and preactivations are handled as without a gate.
+        in_order: True: a and u alternate in the tile's columns as they do in w1's rows in memory (natural_order.py).
+            Then biases and preactivations are handled as without a gate.
 
     Attributes:
         act_n: columns of a tile's activation.
@@ -95,7 +96,9 @@ class ActivationEpilogue(Epilogue):
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
         """Return the thread's activations of chunk number `chunk`, times the row scales, in the order of accumulators
-        (fragments.py). cols: columns of a chunk, which are stored at once.
+        (fragments.py).
+
+        cols: columns of a chunk. A chunk is the columns that are stored at once.
         """
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
@@ -103,16 +106,17 @@ class ActivationEpilogue(Epilogue):
         return self.ordered(outputs, state.lane)
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
-        """Return the activation's arguments for a chunk: the thread's accumulators of a and, with a gate, of u, whose
-        columns come half a tile after a's columns."""
+        """Return the activation's arguments for a chunk, from the thread's accumulators. They are a and, with a gate,
+        u, which lies half a tile after a."""
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:
-        """Return which of the thread's two rows, 0 or 1, its i-th output of a chunk belongs to."""
+        """Return to which of its two rows (0 or 1) the thread's i-th output of a chunk belongs."""
         return i // 2 % 2
 
     def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """Return a chunk's outputs in the order of accumulators; subclasses reorder them."""
+        """Return a chunk's outputs in the order of accumulators (fragments.py). They already are in this order here;
+        subclasses reorder them."""
         return outputs
 
     @cute.jit
@@ -120,8 +124,11 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, target: Any, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Store the preactivation of a slab (64 rows of the tile), with columns in the order that `glu_layout` gives
-        the rows of w1. target: the store of the preactivation."""
+        """Store the preactivation of a slab (64 rows of the tile). Its columns go to memory in the order that
+        `glu_layout` gives the rows of w1.
+
+        target: the store of the preactivation (slots.py).
+        """
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)
             if const_expr(self.parts == 2):

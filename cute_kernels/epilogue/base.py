@@ -1,9 +1,15 @@
 """Epilogues: the work on accumulators between the last MMA and the store.
 
-Terms of this folder. A tile's columns are weight rows. A *part* is a range of these: a gated layer's tile has two parts
-of equal size, a (the activated half) and u (the linear half); other tiles have one. A *slab* is 64 rows of a tile; a
-warpgroup has one or more. A *chunk* is the columns of a slab that are stored at once, through a *slot*, a buffer in
-shared memory (slots.py). Of each slab a thread has accumulators of two rows, 8 rows apart (fragments.py).
+Terms of this folder (a tile's columns are weight rows):
+
+    part    a range of a tile's columns. A gated layer's tile has two parts of equal size, a (the activated half) and
+            u (the linear half); other tiles have one
+    slab    64 rows of a tile. A warpgroup has one or more slabs of a tile
+    chunk   the columns of a slab that are stored at once
+    slot    a buffer in shared memory through which a chunk is stored (slots.py)
+    store   an object that stands for an output tensor (slots.py)
+
+Of each slab, a thread has accumulators of two rows, 8 rows apart (fragments.py).
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ class OptionalInputs(NamedTuple):
     Attributes:
         bias: packed biases [E, columns].
         bias_table: int64 [E], the address of each expert's bias; takes precedence over `bias`.
-        scale: float32 [T], a scale for each row. FC1 and grouped_dglu multiply act by it, grouped_mm its bias.
+        scale: float32 [T], a scale for each row. FC1 and grouped_dglu multiply act by it; grouped_mm multiplies its
+            bias by it.
     """
 
     bias: Int64
@@ -46,7 +53,8 @@ class OptionalInputs(NamedTuple):
 
 
 class GlobalScales(NamedTuple):
-    """Global scales of weights: float32 factors by which all block scales of an expert, or of one part, are multiplied.
+    """Global scales of weights: float32 factors that multiply all block scales of an expert, or of one part of it (a or
+    u).
 
     Attributes:
         address: the address of the factors.
@@ -57,8 +65,10 @@ class GlobalScales(NamedTuple):
     count: Int32
 
     def of(self, expert: Int32, part: Int32 | int) -> Float32:
-        """Return the factor of a part of an expert's weights. part: 0 (a, or all weight rows without a gate) or 1
-        (u)."""
+        """Return the factor of one part of an expert's weights.
+
+        part: 0 for a, or for all weight rows without a gate; 1 for u.
+        """
         return vector_at(Float32, self.address)[expert * self.count + (self.count >> 1) * part]
 
 
@@ -68,8 +78,8 @@ class Inputs(NamedTuple):
     Attributes:
         optional: biases and row scales.
         params: the activation and its parameters.
-        bias_size: elements of an expert's bias, which is also the number of its weight rows.
-        w_scale: the address of the weights' scales; 0: weights have none. If the epilogue applies them
+        bias_size: elements of an expert's bias, which is also the number of the expert's weight rows.
+        w_scale: the address of the weights' scales; 0: weights have none. If the epilogue applies these scales
             (`Epilogue.scales_columns`), they are bytes [E, bias_size], one for each weight row; otherwise the mainloop
             reads them.
         out_scale: the address to which the scales of a quantised result are written.
@@ -87,16 +97,24 @@ class Inputs(NamedTuple):
 
 
 class ColumnSmem(NamedTuple):
-    """A warpgroup's shared memory for the columns of its tile: their biases, and the scales of their weight rows (None
-    if these have no scale)."""
+    """A warpgroup's shared memory for its tile's columns. A column is a weight row.
+
+    Attributes:
+        bias: the columns' biases.
+        scales: the scales of the columns' weight rows; None if weight rows have no scale.
+    """
 
     bias: cute.Tensor
     scales: Any = None  # cute.Tensor | None
 
 
 class Prefetched(NamedTuple):
-    """Registers of a thread that `begin` starts to load before the mainloop: two row scales for each slab, and scale
-    bytes of some of the tile's columns (None if weight rows have no scale)."""
+    """A thread's registers that `Epilogue.begin` starts to load before the mainloop.
+
+    Attributes:
+        row_scales: two row scales for each slab.
+        column_scales: scale bytes of some of the tile's columns; None if weight rows have no scale.
+    """
 
     row_scales: cute.Tensor
     column_scales: cute.Tensor | None
@@ -109,7 +127,7 @@ class WarpgroupState(Invariant):
 
     Attributes:
         lane: the thread's lane in its warp.
-        row_in_slab: the first of the thread's two rows in a slab; the second is 8 rows further.
+        row_in_slab: the first of the thread's two rows in a slab (64 rows); the second is 8 rows further.
     """
 
     def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
@@ -130,15 +148,16 @@ class WarpgroupState(Invariant):
 class Epilogue(KernelEpilogue):
     """Compile-time part of an epilogue; run-time values are in a `WarpgroupState`.
 
-    A warpgroup calls `begin` before a tile's mainloop and `finish` after it. `begin` fetches the tile's other inputs
-    while MMAs run: two row scales for each thread and slab into registers, and the tile's biases into the warpgroup's
-    shared memory.
+    A warpgroup calls `begin` before a tile's mainloop and `finish` after it. While MMAs run, `begin` fetches the tile's
+    other inputs: two row scales for each thread and slab into registers, and the biases of the tile's columns into the
+    warpgroup's shared memory.
 
     Attributes:
         scales_columns: True if each weight row has a scale, by which the epilogue multiplies its column.
         has_global_scales: True if the weights' format has global scales.
-        slabs: slabs of a warpgroup in a tile.
-        parts, part_n: parts of a tile, and the columns of each.
+        slabs: slabs (64 rows) of a warpgroup in a tile.
+        parts: parts of a tile: 2 (a and u) for a gated layer, else 1.
+        part_n: columns of a part.
         layout: the order of the parts' weight rows in memory, a key of specs.LAYOUT_FORMS.
         cols: columns of a chunk, which fills a slot.
         chunks_per_slab: chunks that are stored for a slab, over all outputs.
@@ -162,7 +181,7 @@ class Epilogue(KernelEpilogue):
 
     @property
     def shape(self) -> EpilogueShape:
-        """Shared memory and other properties that the kernel reads."""
+        """Shared memory and other properties of the epilogue, which the kernel reads."""
         smem: tuple[SmemField, ...] = (SmemField("bias", self.dtype, (self.tile_n,)),)
         if self.scales_columns:
             smem += (SmemField("scales", BFloat16, (self.tile_n,)),)
@@ -176,7 +195,8 @@ class Epilogue(KernelEpilogue):
         return self.shape.slots.columns(dtype)
 
     def kernel_inputs(self, inputs: Any) -> Any:
-        """Host side: return the inputs as the kernel takes them, e.g. with TMA descriptors instead of tensors."""
+        """Return the inputs as the kernel takes them, e.g. with TMA descriptors instead of tensors. This runs on the
+        host."""
         return inputs
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
@@ -184,13 +204,13 @@ class Epilogue(KernelEpilogue):
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
-        """Return the views of the output tensors from which the stores are made, for example a [T, 2I] tensor as two
-        halves."""
+        """Return the views of the output tensors from which the stores are made. For example, a [T, 2I] tensor may
+        become two halves."""
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        """Return the index of a column's element in its expert's bias, which is also the column's weight row; bias_size
-        or more if the column has no weight row.
+        """Return the index, in its expert's bias, of the element that is added to a column. It is also the index of the
+        column's weight row. It is bias_size or more if the column has no weight row.
 
         Args:
             column: index of the column in its part of the whole output.
@@ -242,7 +262,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
-        """Copy the tile's biases into shared memory, and load this thread's scales into registers.
+        """Copy the biases of the tile's columns into shared memory, and load this thread's scales into registers.
 
         Returns `Prefetched`: two row scales for each slab (1 if there are no row scales), and scale bytes of some
         columns.
@@ -283,8 +303,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
-        """Return the scale bytes that this thread loads: of columns t, t + THREADS, ... of the tile, where t is the
-        thread's index in the warpgroup; 0 for columns without a weight row."""
+        """Return the scale bytes that this thread loads, of columns t, t + THREADS, ... of the tile. t is the thread's
+        index in the warpgroup. Columns without a weight row have byte 0."""
         scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
         count = (self.tile_n + THREADS - 1) // THREADS
         fetched = cute.make_rmem_tensor(count, Int32)
@@ -297,9 +317,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
-        """Write the loaded scales (`_fetch_column_scales`) into shared memory as bfloat16 numbers; then wait for the
-        warpgroup's other threads.
-        """
+        """Write the scales that `_fetch_column_scales` loaded into shared memory, as bfloat16 numbers. Then wait for
+        the warpgroup's other threads."""
         for i in cutlass.range_constexpr(cute.size(fetched)):
             column = state.slots.thread + i * THREADS
             if column < self.tile_n:
@@ -307,16 +326,16 @@ class Epilogue(KernelEpilogue):
         state.slots.sync()
 
     def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
-        """Return the i-th column of the tile whose bias and scale this thread fetches, and the column's weight row."""
+        """Return the i-th column of which this thread fetches the bias and the scale, and the index of the column's
+        weight row."""
         column = state.slots.thread + i * THREADS
         part, column_in_part = column // self.part_n, column % self.part_n
         return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
 
     @cute.jit
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
-        """Multiply the accumulators of a slab (64 rows), in place, by the scales of the tile's columns, which are
-        weight rows.
-        """
+        """Multiply the accumulators of a slab (64 rows), in place, by the scales of the tile's columns. A column has
+        the scale of its weight row."""
         if const_expr(self.scales_columns):
             values = registers(acc)
             pairs = cute.recast_tensor(state.smem.scales, Int32)
@@ -340,7 +359,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
-        """Add each column's bias, times the row's scale, to the accumulators of a slab (64 rows).
+        """Add the biases to the accumulators of a slab (64 rows): the bias of the column times the scale of the row.
 
         scale_upper_row, scale_lower_row: scales of the thread's first and second row of the slab.
         """

@@ -2,11 +2,14 @@
 
     act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
 
-f is the activation, s the row scale, f_a and f_u are f's derivatives by a and u, and d_s is d_row_scale. f is
-recomputed from the preactivation (a, u). A row's sum d_s runs over all columns i, so over tiles of several CTAs: each
-tile writes its partial sums to a workspace, and the next kernel adds them (layer/finish_backward.py). If the warp that
-comes last added them here, each warp would need a fence and an atomic for each tile, which took a quarter of the time
-at K = 2048. Terms: base.py.
+f is the activation and s the row scale. f_a and f_u are the derivatives of f by a and u, and d_s is d_row_scale. f is
+computed again from the preactivation (a, u).
+
+A row's sum d_s runs over all columns i, and so over the tiles of several CTAs. Each tile writes its partial sums to a
+workspace, and the next kernel adds them (layer/finish_backward.py). If the last warp to arrive added them here, each
+warp would need a fence and an atomic for each tile. That took a quarter of the time at K = 2048.
+
+base.py explains the terms.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class RowParts(NamedTuple):
     """The workspace for partial sums of the row scale's gradient.
 
     Attributes:
-        parts: the address of float32 [count, T]: for each tile along the columns and each row, a partial sum; 0: no
+        parts: the address of float32 [count, T], a partial sum for each row and each tile along the columns; 0: no
             gradient is wanted.
         count: number of tiles along the columns.
     """
@@ -44,12 +47,11 @@ class RowParts(NamedTuple):
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs of grouped_dglu's epilogue; `params`, `bias_size`, `w_scale` and `gate` are as in
-    `base.Inputs`.
+    """Run-time inputs of grouped_dglu's epilogue. `params`, `bias_size`, `w_scale` and `gate` are as in `base.Inputs`.
 
     Attributes:
-        optional: its `scale` is the row scale.
-        preact: the preactivation [T, 2I], or [T, I] without a gate; `kernel_inputs` replaces it by the object through
+        optional: optional inputs, of which `scale` is the row scale.
+        preact: the preactivation [T, 2I], or [T, I] without a gate. `kernel_inputs` replaces it by the object through
             which an architecture loads it.
         sums: the workspace of the row scale's gradient.
     """
@@ -67,7 +69,7 @@ class DgluState(WarpgroupState):
     """State of a warpgroup's epilogue of grouped_dglu.
 
     Args:
-        ring: the slots that hold preactivations, then their gradients (preact.py).
+        ring: the slots that first hold preactivations, then the gradients of these preactivations (preact.py).
         pair_type: the class by which a thread reads and writes these slots.
     """
 
@@ -82,12 +84,14 @@ class DgluState(WarpgroupState):
 
 
 class DgluEpilogue(Epilogue):
-    """Epilogue of grouped_dglu. Its first store is for dpreact, its second for act. Each architecture loads
-    preactivations in its own way: its subclass defines `shape`, `kernel_inputs` and `make_state`.
+    """Epilogue of grouped_dglu. Its first store is for dpreact, its second for act.
+
+    Each architecture loads preactivations in its own way. So each has a subclass, which defines `shape`,
+    `kernel_inputs` and `make_state`.
 
     A warpgroup works through its slabs of a tile chunk by chunk, 64 x 64 outputs each. Chunks are numbered over all
-    tiles of the CTA; the number gives a chunk's slots in shared memory for act, for the preactivation and for its
-    gradient.
+    tiles of the CTA. A chunk's number determines its slots in shared memory: for act, for the preactivation and for the
+    preactivation's gradient.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
@@ -101,11 +105,12 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Return the number in the CTA, the first row and the first column of chunk `chunk` of a warpgroup's slabs.
+        """Return three numbers of a chunk: its number in the CTA, its first row and its first column.
 
         Args:
             turn: number of tiles that the CTA computed before.
-            first_slab: the warpgroup's first slab.
+            first_slab: the warpgroup's first slab (64 rows of the tile).
+            chunk: the chunk's index among the chunks of the warpgroup's slabs.
         """
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
@@ -117,7 +122,7 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into dpreact and act, chunk by chunk, start to store both, and
+        """Turn a warpgroup's accumulators of a tile into dpreact and act, chunk by chunk, and start to store both. Also
         write the row sums to the workspace.
 
         prefetched: the result of `begin`.
@@ -144,12 +149,14 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Start to store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows.
+        """Start to store dpreact and act of a chunk (64 x 64 outputs), and add the chunk's contribution to the sums of
+        the thread's two rows.
 
         Args:
             acc: the chunk's accumulators, dm = dy w2 (the gradient of act).
             scales: the row scales of the thread's two rows.
-            sums: sums of dm f, f the activation's value, for the same two rows; the chunk's are added to them.
+            sums: for the same two rows, the sums of dm f, where f is the activation's value. The chunk's terms are
+                added to them.
             place: the result of `_chunk_at`.
         """
         number, row, column = place
@@ -170,8 +177,9 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
-        """Return the thread's act (times the row scale) and gradients of a and u in a piece of 16 columns, in 16 bits,
-        and add to `sums`.
+        """Compute the backward of the activation for a piece of 16 columns.
+
+        Return the thread's act (times the row scale) and gradients of a and u, in 16 bits. Add to `sums`.
 
         Args:
             dm: the thread's accumulators of the piece.
@@ -197,10 +205,10 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
-        """Write the row sums of a slab (64 rows) to the workspace, as this tile's part of d_row_scale. row: the slab's
-        first row.
+        """Write the row sums of a slab (64 rows) to the workspace, as this tile's partial sums of d_row_scale. row: the
+        slab's first row.
 
-        A tile past the last column, which an adaptive cluster may have, writes nothing.
+        An adaptive cluster may have a tile past the last column; such a tile writes nothing.
         """
         parts = vector_at(Float32, state.sums.parts)
         end = work.group_end

@@ -1,5 +1,5 @@
-"""The store of a gated layer's preactivation [T, 2I]: accumulators of a and of u go to memory in the column order of
-the gate layout. Terms: base.py."""
+"""The store of a gated layer's preactivation [T, 2I]. The accumulators of a (the activated half) and of u (the linear
+half) go to memory in the column order of the gate layout. base.py explains the terms."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from .slots import Slots, narrowed
 
 
 def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
-    """Return a view (T, I, half) of a preactivation [T, 2I] in layout "concat", so that a store clips each half at its
-    own last column. layout: the number of the gate layout if it is known only at run time; layouts other than "concat"
-    then give (T, 2I, 1)."""
+    """Return a view (T, I, half) of a preactivation [T, 2I] in layout "concat". With it, a store clips each half at the
+    half's own last column.
+
+    layout: the number of the gate layout, if it is known only at run time. Layouts other than "concat" then give (T,
+    2I, 1).
+    """
     rows, cols = tensor.shape
     half = cols // 2
     shape = rows, half, 2
@@ -35,15 +38,16 @@ def store_gate_pair(
     slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: Any,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store a chunk's columns of a (activated half) and of u (linear half), in the order of the gate layout. Each of
-    the two fills as much as one slot, so the pair fills two.
+    """Store a chunk's columns of a (the activated half) and of u (the linear half), in the order of the gate layout. a
+    and u each fill one slot, so the pair fills two.
 
     Args:
         served: the layouts for which the kernel is compiled, a key of specs.LAYOUT_FORMS.
         layout: the number of the call's layout; read only if `served` has several.
         a, u: the thread's accumulators.
         target: the store of the preactivation; its tensor has a dimension for the half if the layout may be "concat".
-        row, column: the first row, and the first column within a half.
+        row: the first row.
+        column: the first column within a half.
         first_slot: the first of the two slots.
     """
     a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
@@ -66,7 +70,8 @@ def _write_one_of(
     slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
     i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Fill slot i (0 or 1) of a pair, in the gate layout that the run-time number `layout` selects among `names`.
+    """Fill slot i (0 or 1) of a pair, in the gate layout whose number is `layout`. The number is known at run time; it
+    selects one of `names`.
 
     a, u: the thread's registers of the chunk's columns of a and u, converted to the slot's dtype.
     """
@@ -105,7 +110,8 @@ def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def _write_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
-    """Write the columns a0 u0 a1 u1 ... into a slot: a thread's two a and two u of a row are 8 neighbouring bytes."""
+    """Write the columns a0 u0 a1 u1 ... into a slot. Of each row, a thread has two neighbouring a and two u, which
+    become 8 neighbouring bytes."""
     lane = slots.thread % 32
     for i in cutlass.range_constexpr(cute.size(a) // 2):
         quad = cute.make_rmem_tensor(4, a.element_type)

@@ -1,13 +1,15 @@
-"""Epilogues of a gated FC1 with transposed weights: a tile's columns of a and u alternate as they do in memory.
+"""Epilogues of a gated FC1 with transposed weights. In its tiles, the columns of a (the activated half) and u (the
+linear half) alternate as they do in memory.
 
-The columns of a and u are columns of the transposed weight. Its loads copy runs of 16 bytes, so they cannot separate
-columns that alternate. But a thread's accumulators (fragments.py) hold both a and u of each of its outputs:
+The columns of a and u are columns of the transposed weight. The weight's loads copy runs of 16 bytes, so they cannot
+separate columns that alternate. They need not: a thread's accumulators (fragments.py) hold both a and u of each of its
+outputs.
 
     layout         columns in memory                     registers of a and u
     interleaved    a and u take turns                    neighbours, 2 i and 2 i + 1
     interleaved32  32 columns of a, then 32 of u, ...    16 apart
 
-Biases and preactivations lie in memory in the same order, so they need no exchange.
+Biases and preactivations lie in memory in the same order, so they are not reordered.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ LOWER, UPPER = (0x5410, 0x1054), (0x7632, 0x3276)
 
 
 class BlocksEpilogue(ActivationEpilogue):
-    """Epilogue for layout "interleaved32". A thread's outputs are already in the order of accumulators."""
+    """Epilogue for layout "interleaved32". A thread's outputs need no reordering: they already have the order of
+    accumulators."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -44,8 +47,8 @@ class BlocksEpilogue(ActivationEpilogue):
 
 
 class NeighboursEpilogue(ActivationEpilogue):
-    """Epilogue for layout "interleaved". A thread has one of each 4 neighbouring outputs of a row, but the order of
-    accumulators needs two neighbours, so the four lanes of a quad exchange outputs, in 16 bits."""
+    """Epilogue for layout "interleaved". Of each 4 neighbouring outputs of a row, a thread has one, but in the order of
+    accumulators it needs two neighbours. So the four lanes of a quad exchange outputs, in 16 bits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -64,12 +67,12 @@ class NeighboursEpilogue(ActivationEpilogue):
 
 @cute.jit
 def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Return the thread's 16-bit outputs of a chunk in the order of accumulators (fragments.py); the four lanes of a
-    quad exchange outputs for it.
+    """Return the thread's 16-bit outputs of a chunk in the order of accumulators (fragments.py). The four lanes of a
+    quad exchange outputs to get there.
 
-    Before: with q = lane % 4, output 2 j + r of a thread is in column 4 j + q of its row r (0 or 1), so word j holds
-    column 4 j + q of both rows. After: of each 8 columns a thread has columns 2 q and 2 q + 1, a word for each row. The
-    exchange takes two rounds; in each, a lane sends one of its two words of the 8 columns:
+    Let q = lane % 4. Before the exchange, output 2 j + r of a thread is in column 4 j + q of its row r (0 or 1), so
+    word j holds column 4 j + q of both rows. After it, a thread has columns 2 q and 2 q + 1 of each 8 columns, a word
+    for each row. The exchange takes two rounds. In each round, a lane sends one of its two words of the 8 columns:
 
         q    has columns    needs columns    round 1, from lane    round 2, from lane
         0    0, 4           0, 1             column 0, lane 0      column 1, lane 1
@@ -98,5 +101,5 @@ NATURAL_EPILOGUES: dict[str, type[ActivationEpilogue]] = {
     "interleaved": NeighboursEpilogue,
     "interleaved32": BlocksEpilogue,
 }
-"""Epilogues for transposed weights, by gate layout. Layout "concat" has no entry, since its columns of a and of u are
-loaded as two boxes, so ActivationEpilogue serves it."""
+"""Epilogues for transposed weights, by gate layout. Layout "concat" has no entry: its columns of a and of u are loaded
+as two boxes, so it uses ActivationEpilogue."""

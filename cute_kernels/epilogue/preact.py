@@ -1,10 +1,10 @@
-"""Preactivations in the backward: they are loaded into slots of shared memory, overwritten there by their gradients,
-and stored.
+"""Preactivations in the backward. They are loaded into slots of shared memory, overwritten there by their gradients,
+and the gradients are stored.
 
-A chunk of 64 x 64 outputs has a pair of slots for its preactivations (one slot without a gate), whose columns are in
-the order of global memory. The gradient of an element takes the element's place, so a warpgroup reads the pair piece by
-piece (16 columns), overwrites each piece, and stores the pair. Registers never hold all of a chunk's preactivations or
-gradients.
+A chunk of 64 x 64 outputs has a pair of slots for its preactivations (one slot without a gate). The slots' columns have
+the order of global memory. The gradient of an element takes the element's place. A warpgroup reads the pair piece by
+piece (16 columns), overwrites each piece, and at last stores the pair. So registers never hold all of a chunk's
+preactivations or gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIECE_REGS = 8
 
 
 class PreactLayout(Invariant):
-    """The order of the columns of a and u in a preactivation [T, 2I], and in a chunk's slots.
+    """The order of the columns of a and u, both in a preactivation [T, 2I] in memory and in a chunk's slots.
 
     Attributes:
         name: a gate layout, or "single" without a gate.
@@ -39,33 +39,36 @@ class PreactLayout(Invariant):
         self.slots = 2 if gated else 1
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """Return the view of preactivations (or their gradients) for loads and stores: (T, I, half) in layout "concat",
-        else `tensor` itself."""
+        """Return the view of a preactivation, or of its gradient, from which loads and stores are made: (T, I, half) in
+        layout "concat", else `tensor` itself."""
         return halves(tensor) if self.name == "concat" else tensor
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
-        """Return where a piece of 16 columns of a (part 0) or u (part 1) lies in a chunk's pair of slots: the slot, and
-        the piece's index in this slot."""
+        """Return where a piece of 16 columns of a (part 0) or u (part 1) lies in a chunk's pair of slots: the slot (0
+        or 1), and the piece's index in this slot."""
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
         return part, piece
 
     def column(self, column: Int32, slot: int) -> tuple[Int32, int | None]:
-        """Return the first column in memory, and the half (None if memory has no halves), of slot `slot` of the chunk
-        whose outputs begin at `column`."""
+        """Return where slot `slot` of a chunk lies in memory: its first column, and its half (None if memory has no
+        halves).
+
+        column: the first output of the chunk.
+        """
         if self.name == "concat":
             return column, slot
         return (column, None) if self.name == "single" else (2 * column + slot * COLS, None)
 
 
 class PreactPair(Invariant):
-    """A thread's access to the slots that hold a chunk's preactivations. Within a piece of 16 columns, its registers
-    are in the order of accumulators (fragments.py).
+    """A thread's access to the slots that hold a chunk's preactivations. Within a piece of 16 columns, the thread's
+    registers are in the order of accumulators (fragments.py).
 
     Attributes:
-        ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`;
-            `slot(number, slot)`, a slot of the pair; `wait(number)` until the pair is loaded; `release(number)` once
-            the pair is stored.
+        ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`, the slot
+            for act; `slot(number, slot)`, a slot of the pair; `wait(number)`, which waits until the pair is loaded;
+            `release(number)`, called once the pair is stored.
     """
 
     def __init__(self, ring: Any, slots: Slots):
@@ -73,8 +76,8 @@ class PreactPair(Invariant):
 
     @cute.jit
     def read(self, number: Int32, piece: cutlass.Constexpr[int]) -> tuple:
-        """Return the thread's elements of a and u (of a alone without a gate) in piece number `piece` of chunk
-        `number`, in 16 bits."""
+        """Return the thread's elements of a and u (of a alone without a gate), in 16 bits. They are those of piece
+        number `piece` (16 columns) of chunk `number`."""
         parts = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in range(self.layout.slots))
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
@@ -93,7 +96,7 @@ class PreactPair(Invariant):
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
-        """Overwrite the elements that `read` returned for the same piece with their gradients `parts`."""
+        """Overwrite the elements that `read` returned for the same piece by their gradients `parts`."""
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
                 quad = cute.make_rmem_tensor(4, self.dtype)
@@ -106,8 +109,11 @@ class PreactPair(Invariant):
                 self.slots.fill_piece(parts[part], self.ring.slot(number, slot), index)
 
     def _quad(self, number: Int32, piece: int, pair: int) -> cute.Tensor:
-        """Return the 8 bytes of shared memory that hold a0 u0 a1 u1, two neighbouring columns of a row, in piece number
-        `piece` of chunk `number`. pair: a0 and a1 are the thread's registers 2 * pair and 2 * pair + 1 of the piece."""
+        """Return a view of 8 bytes of shared memory, a0 u0 a1 u1: two neighbouring columns of a row, in piece number
+        `piece` of chunk `number`.
+
+        pair: a0 and a1 are the thread's registers 2 * pair and 2 * pair + 1 of the piece.
+        """
         lane = self.slots.thread % 32
         row = self.slots.thread // 32 * 16 + lane // 4 + pair % 2 * 8
         line = self.slots.smem[row, None, self.ring.slot(number, piece // 2)]
@@ -115,7 +121,7 @@ class PreactPair(Invariant):
 
     @cute.jit
     def store(self, target: Any, work: WorkTile, number: Int32, row: Int32, column: Int32):
-        """Start to store a chunk's published gradients; called by the storing warp.
+        """Start to store a chunk's gradients, after they were published. The storing warp calls this.
 
         Args:
             target: the store of dpreact.

@@ -1,5 +1,5 @@
 """The interface between a kernel and its epilogue: the shared memory that an epilogue asks for, and the methods that a
-kernel calls. Terms: base.py."""
+kernel calls. base.py explains the terms."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .fragments import TileShare
 from .sizes import ROW_BYTES, ROWS, SLOTS
 
 Smem = dict[str, cute.Tensor]
-"""A warpgroup's tensors in shared memory besides the slots, by the name of their `SmemField`."""
+"""A warpgroup's tensors in shared memory, except its slots, by the name of their `SmemField`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotShape:
-    """Number and size of an epilogue's slots.
+    """Number and size of an epilogue's slots (buffers in shared memory for stores).
 
     Attributes:
         dtype: the type of the slots' elements.
         chunks: how many chunks a warpgroup stores for a tile, over all outputs.
-        count: number of slots of each owner: of a warpgroup, or of the CTA if `shared`.
+        count: number of slots of each owner. The owner is a warpgroup, or the CTA if `shared`.
         rows, row_bytes: rows of a slot, and bytes of a row.
-        shared: True if all warpgroups of a CTA use the same slots, False if each owns slots.
+        shared: True if all warpgroups of a CTA use the same slots, False if each has its own.
     """
 
     dtype: Any
@@ -40,19 +40,18 @@ class SlotShape:
     shared: bool = False
 
     def columns(self, dtype: Any = None) -> int:
-        """Return the columns of a slot if it holds elements of `dtype`. None: the shape's own dtype."""
+        """Return the number of columns of a slot whose elements are of `dtype`. None: the dtype of this shape."""
         return self.row_bytes * 8 // (dtype or self.dtype).width
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots of one owner."""
+        """Bytes of all slots of one owner (a warpgroup, or the CTA if `shared`)."""
         return self.count * self.rows * self.row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class SmemField:
-    """A tensor in shared memory that each warpgroup has besides its slots, and the name by which `make_state` receives
-    it."""
+    """A tensor in shared memory that each warpgroup has besides its slots. `make_state` receives it by its `name`."""
 
     name: str
     dtype: Any
@@ -74,12 +73,12 @@ class EpilogueShape:
     """Properties of an epilogue that a kernel reads.
 
     Attributes:
-        slots: its slots.
+        slots: the number and size of its slots.
         smem: a warpgroup's tensors in shared memory besides the slots.
-        parts: parts of a tile: 2 for a gated layer, else 1.
+        parts: parts of a tile: 2 (a and u) for a gated layer, else 1.
         layout: the order of the parts' weight rows in memory (memory/weights.py).
-        load_barriers: mbarriers for loads into slots; 0: there are no such loads.
-        has_load_warp: True if a warp of its own makes these loads (`KernelEpilogue.load`).
+        load_barriers: number of mbarriers for loads into slots; 0: there are no such loads.
+        has_load_warp: True if a separate warp makes these loads (`KernelEpilogue.load`).
     """
 
     slots: SlotShape
@@ -101,7 +100,7 @@ class EpilogueShape:
 
 
 class KernelEpilogue(Invariant):
-    """The interface of an epilogue towards the kernel: the methods that a kernel calls."""
+    """The methods of an epilogue that a kernel calls."""
 
     @property
     def shape(self) -> EpilogueShape:
@@ -109,13 +108,17 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
-        """Make the pipeline of loads into slots; called by all threads before the warps take their roles, and only if
-        `EpilogueShape.load_barriers` is not 0. staging: all slots of the CTA.
+        """Make the pipeline of loads into slots.
+
+        All threads call this before the warps take their roles. It is called only if `EpilogueShape.load_barriers` is
+        not 0.
+
+        staging: all slots of the CTA.
         """
         raise NotImplementedError
 
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
-        """Load the inputs of one tile that `finish` reads; called by the load warp, if there is one.
+        """Load the inputs of one tile that `finish` reads. The load warp calls this, if there is one.
 
         Args:
             ring: the result of `make_ring`.
@@ -124,25 +127,26 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
-        """Make the run-time state of one warpgroup's epilogue, which `begin` and `finish` take.
+        """Make the run-time state of one warpgroup's epilogue, an argument of `begin` and `finish`.
 
         Args:
             inputs: the epilogue's run-time inputs.
             slots: the warpgroup's slots.
-            smem: its tensors in shared memory besides the slots.
+            smem: the warpgroup's tensors in shared memory besides the slots.
             ring: the result of `make_ring`; None: the epilogue loads nothing into slots.
         """
         raise NotImplementedError
 
     def begin(self, state: Any, work: WorkTile, share: TileShare) -> Any:
-        """Start to fetch a tile's inputs (biases, scales) before its MMAs, which hide the latency. Return what `finish`
-        takes as `prefetched`.
-        """
+        """Start to fetch a tile's inputs (biases, scales) before the tile's MMAs, which hide the latency. The result is
+        the argument `prefetched` of `finish`."""
         raise NotImplementedError
 
     def finish(
         self, state: Any, acc: cute.Tensor, prefetched: Any, stores: Any, work: WorkTile, share: TileShare
     ) -> Any:  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into results, and start to store them. prefetched: the result of
-        `begin`."""
+        """Turn a warpgroup's accumulators of a tile into results, and start to store them.
+
+        prefetched: the result of `begin`.
+        """
         raise NotImplementedError

@@ -1,9 +1,9 @@
 """The interface of slots: buffers of 64 rows of 128 bytes in shared memory, through which epilogues store their
 results.
 
-Each architecture has its own slots and stores. A *store* stands for an output tensor. It has an `atom` (the TMA copy;
-None without TMA) and `tile(work, row, column, half, cols)`, the place in the tensor that a slot goes to; `Slots.start`
-takes both.
+Each architecture has its own slots and stores. A *store* is an object that stands for an output tensor. It has an
+`atom` (the TMA copy; None without TMA) and a method `tile(work, row, column, half, cols)`, which returns the place in
+the tensor where a slot's data go. `Slots.start` takes the atom and this place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def columns(dtype: type[cutlass.Numeric]) -> int:
 def smem_layout(
     dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
 ) -> cute.ComposedLayout:
-    """Make the shared-memory layout (row, column, *more) of slots, for example with the number of slots as `more`.
-    cols: columns of a slot; None: as many as fill 128 bytes."""
+    """Make the shared-memory layout (row, column, *more) of slots. `more` is, for example, the number of slots.
+
+    cols: columns of a slot; None: as many as fill 128 bytes.
+    """
     return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
 
 
@@ -43,14 +45,14 @@ def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 class Slots(Invariant):
-    """A warpgroup's slots. Methods that take registers (`values`) expect them in the order of accumulators
-    (fragments.py).
+    """A warpgroup's slots. Registers that are passed as `values` must be in the order of accumulators (fragments.py).
 
     Attributes:
         smem: (row, column, slot), `cols` columns of `dtype`.
         thread: the thread's index in its warpgroup.
         is_storing_warp: True in the warp that calls `start` and `drain`.
-        warp_step: distance, in rows of the tile, between the 16 rows of a slab that two consecutive warps have.
+        warp_step: a warp has 16 rows of a slab; the distance, in rows of the tile, from one warp's rows to the next
+            warp's.
     """
 
     warp_step = 16
@@ -74,8 +76,10 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
-        """Write registers of dtype `dtype` into 16 columns of a free slot. piece: index of these
-        columns: column / 16."""
+        """Write registers of dtype `dtype` into 16 columns of a free slot.
+
+        piece: index of these columns: column / 16.
+        """
         raise NotImplementedError
 
     def publish(self) -> None:
@@ -83,11 +87,17 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
-        """Start to store a published slot. atom, tile: from the store (see the top of this file)."""
+        """Start to store a published slot.
+
+        atom, tile: the atom of the store, and the result of its method `tile` (see the top of this file).
+        """
         raise NotImplementedError
 
     def store(self, target: Any, tile: Any, slot: int) -> None:
-        """Publish a filled slot and start to store it. tile: the place in `target`, a store."""
+        """Publish a filled slot and start to store it.
+
+        target: the store. tile: the place in the output tensor, a result of `target.tile`.
+        """
         raise NotImplementedError
 
     def put(self, values: cute.Tensor, target: Any, tile: Any, slot: int) -> None:
@@ -99,9 +109,8 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Return the view of a slot where this thread's accumulators 2 * number and 2 * number + 1 of a chunk are
-        stored.
-        """
+        """Return a view of the two neighbouring elements of a slot where this thread's accumulators 2 * number and 2 *
+        number + 1 of a chunk are stored."""
         lane = self.thread % WARP
         line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
         return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
