@@ -1,4 +1,4 @@
-"""A decoder of weights: the element type of a format, and the type of the scales that multiply its elements."""
+"""A decoder of weights: a pair of an element type and of the type of the scales that multiply the elements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .scales import Scales
 class Decoder(NamedTuple):
     """The element type and the scale type of a format.
 
-    Elements may be read as a power of two times their value (`Element.read_exponent`); the scales' multipliers then
-    include the inverse (`Scales.multipliers`).
+    Elements may be read as their value times a power of two (`Element.read_exponent`). Then the scales' multipliers
+    include the inverse of this power (`Scales.multipliers`).
     """
 
     element: Element

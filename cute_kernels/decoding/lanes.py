@@ -1,4 +1,4 @@
-"""32-bit words with the bits of the same bfloat16 number in both halves."""
+"""32-bit words that hold the same bfloat16 number in both halves."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Weight rows decoded into shared memory, for GEMMs that contract over these rows: dx = dy w.
 
-MMA registers hold neighbours along the contraction, which here belong to different weight rows, while a word of narrow
+MMA registers hold neighbours along the contraction. Here these belong to different weight rows, while a word of narrow
 elements holds neighbours of one row. So a k-tile (64 weight rows) of 128 columns is decoded to 16-bit numbers in shared
-memory, from which MMAs read it transposed, like 16-bit weights.
+memory, and MMAs read it transposed from there, like 16-bit weights.
 
 A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. Each of 128 threads has two or four chunks of
-every k-tile, and a word of scales for each chunk. The thread copies them to a slot in shared memory some k-tiles ahead.
-No other thread reads them, so the thread waits only for its own copies. Threads of a quarter warp write decoded numbers
-to different banks.
+every k-tile, and a word of scales for each chunk. The thread copies its chunks and scales to a slot in shared memory,
+some k-tiles ahead. No other thread reads them, so the thread waits only for its own copies. Threads of a quarter warp
+write decoded numbers to different banks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .decoder import Decoder
 DEPTH = 64
 """Weight rows of a k-tile."""
 BLOCK = 64
-"""Columns of a block of a decoded k-tile in shared memory, whose rows are lines of 128 bytes."""
+"""Columns of a block of a decoded k-tile in shared memory. A row of a block is a line of 128 bytes."""
 LINE_BYTES = 128
 BLOCK_BYTES = DEPTH * LINE_BYTES
 WORD_BYTES = 4
@@ -44,8 +44,9 @@ class Experts(NamedTuple):
     """Quantised weights [E, rows, columns] in global memory.
 
     Attributes:
-        address: the first expert's weights.
-        units, pitch: distances in units of 16 bytes, from expert to expert and from row to row.
+        address: the address of the first expert's weights.
+        units: distance from expert to expert, in units of 16 bytes.
+        pitch: distance from row to row, in units of 16 bytes.
         rows, columns: sizes of an expert's weight, in elements.
         scales: the address of the scales, [E, scale_rows, scale_pitch] bytes.
         scale_pitch: bytes of a row of scales.
@@ -63,11 +64,11 @@ class Experts(NamedTuple):
 
 
 class LineSources(NamedTuple):
-    """Addresses of a thread's chunks of one tile, and of their scales.
+    """Addresses of a thread's chunks (16 bytes of a weight row) in one tile, and of the chunks' scales.
 
     Attributes:
-        chunks: for each block of 64 columns, the address of the thread's chunk of weight row 0, and True if the
-            chunk's columns exist in w.
+        chunks: for each block of 64 columns, the address of the thread's chunk of weight row 0, and True if the chunk's
+            columns exist in w.
         scales: for each block of 64 columns, the address of the scales of this chunk.
         pitch, rows, scale_pitch: see `Experts`.
     """
@@ -80,7 +81,7 @@ class LineSources(NamedTuple):
 
 
 def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
-    """Return the addresses and sizes of quantised weights; host code.
+    """Return the addresses and sizes of quantised weights. This runs on the host.
 
     Args:
         w: [E, rows, words or bytes of a row].
@@ -98,14 +99,15 @@ def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -
 
 
 class DecodedLines(Invariant):
-    """Decoder of k-tiles of 64 weight rows by `width` columns, by 128 threads. Each architecture completes it by a
+    """Decoder of k-tiles of 64 weight rows by `width` columns. 128 threads run it. Each architecture completes it by a
     method `pair`. A chunk is 16 bytes of a weight row.
 
     Attributes:
         slot_bytes: bytes of a slot, which holds a k-tile's chunks and scales.
-        lines_at_once: weight rows of which the 128 threads have one chunk each, in every block of 64 columns.
-        times: indices of the groups of `lines_at_once` weight rows of a k-tile.
-        blocks: blocks of 64 columns.
+        lines_at_once: number of weight rows that the 128 threads cover with one chunk each, in every block of 64
+            columns.
+        times: indices of the groups of `lines_at_once` weight rows in a k-tile.
+        blocks: number of blocks of 64 columns.
         count: chunks of a thread in a k-tile.
         pending: the scales that the thread is loading.
     """
@@ -155,9 +157,10 @@ class DecodedLines(Invariant):
         return LineSources(tuple(chunks), tuple(at), experts.pitch, experts.rows, experts.scale_pitch)
 
     def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
-        """Start to copy the thread's chunks of 64 weight rows, from `first_row` on, to the slot at address `slot`.
+        """Start to copy the thread's chunks of 64 weight rows to a slot in shared memory. Chunks outside of w are
+        filled with zeros.
 
-        Chunks outside of w are filled with zeros.
+        slot: the slot's address. first_row: the first of the 64 rows.
         """
         target = slot + self.thread * CHUNK_BYTES
         for time in self.times:
@@ -172,9 +175,10 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Start to load this thread's scales of 64 weight rows, from `first_row` on, into registers (`pending`).
+        """Start to load this thread's scales of 64 weight rows into registers (`pending`). first_row: the first of
+        these rows.
 
-        First write the scales that the previous call loaded to the slot of their k-tile, `slot_before`.
+        Before that, write the scales that the previous call loaded to the slot of their k-tile, `slot_before`.
         """
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
@@ -226,7 +230,8 @@ class DecodedLines(Invariant):
                     cute.autovec_copy(store, chunk_at(line ^ Int32(vector * CHUNK_BYTES)))
 
     def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:
-        """Decode vector number `vector` of a chunk: eight numbers, in order. value: the value of their scale."""
+        """Decode vector number `vector` of a chunk: eight numbers, in order. value: the value of the scale that these
+        numbers share."""
         element = self.decoder.element
         if element.pairs == 1:  # pairs are in order
             return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(CHUNK_WORDS)]

@@ -1,12 +1,12 @@
-"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs, which leave no registers for decoding.
+"""Weight rows of E2M1 are decoded to E4M3 in shared memory, for FP8 MMAs. These MMAs leave no registers for decoding.
 
 Each block of 32 elements has a power-of-two scale, and so has each row. The epilogue multiplies sums by the row's
-scale. The elements are multiplied by the block's scale relative to the row's, 2^(u - 6) with u = 0 .. 12: an E2M1
+scale. The decoder multiplies elements by the block's scale relative to the row's, 2^(u - 6) with u = 0 .. 12. An E2M1
 number times this factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes,
-and a byte permutation looks up four elements at a time.
+and one byte permutation looks up four elements.
 
-A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions. What is computed for a
-block is computed for four blocks of a thread at once, one in each byte of a word.
+A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions. Values that belong to a
+block are computed for four blocks of a thread at once, one in each byte of a word.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..specs import BLOCK_ROWS
 from .scales import BYTE_SIGNS
 
 GREATEST = MXFP4_ROWS.row_binades
-"""u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
+"""The u of a block whose scale is its row's greatest: 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
-"""Elements of a block are multiplied by 2^(u - EXPONENT)."""
+"""The decoder multiplies elements of a block by 2^(u - EXPONENT)."""
 ROW_BLOCKS = SWIZZLE_BYTES // (2 * CHUNK_BYTES)
-"""Blocks of a row in a k-tile; their elements are a chunk of 16 bytes each."""
+"""Number of blocks of a row in a k-tile. The elements of a block are a chunk of 16 bytes."""
 BLOCKS, ROWS = 2, 2
-"""A thread has two neighbouring blocks of each of its rows; two of its rows share a word."""
+"""BLOCKS: a thread has two neighbouring blocks of each of its rows. ROWS: two of its rows share a word."""
 # The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. Adding 8 u to a byte doubles its number u times.
 # 0.5 for u = 0 is an exception (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, so its byte is
 # not 8 less than the byte of 1.
@@ -66,25 +66,27 @@ class BlockScales(NamedTuple):
 
 
 class RowsInFp8(Invariant):
-    """Decoder of k-tiles (128 columns of a tile's weight rows) by 128 threads. Two threads have a row, half of it each,
-    and every 64th row.
+    """Decoder of k-tiles (128 columns of a tile's weight rows). 128 threads run it. Two threads share a row, half of it
+    each; a thread has every 64th row.
 
-    The scales of the k-tile after the next one are loaded after the fence that ends a k-tile, not before, since a fence
-    waits for all loads.
+    Scales are loaded two k-tiles ahead. These loads are issued after the fence that ends a k-tile, not before it, since
+    a fence waits for all loads.
 
     Args:
         parts, part_n: parts of a tile (2 with a gate) and weight rows of each.
-        ahead: chunks that a thread reads before it decodes the first.
+        ahead: number of chunks that a thread reads before it decodes the first.
 
     Attributes:
         times: indices of a thread's rows of a tile.
         is_aligned: True if the scales of two blocks are one load.
         expert: the address of the expert's block scales.
-        begins: for each of these rows, the offset of its block scales from `expert`.
-        bases: 6 - each row's own scale byte, modulo 16, once for each block; two rows in a word.
-        pending: block scales that are being loaded: for each row both at once, or one and the other.
-        eights: for each block of the next k-tile 8 u (`turn` defines u), of two rows in a word.
-        halves: E4M3 bytes of 0.5 times the factors of these blocks.
+        begins: for each of the thread's rows, the offset of the row's block scales from `expert`.
+        bases: 6 - the row's own scale byte, modulo 16, for each of the thread's rows, once for each block; two rows in
+            a word.
+        pending: block scales that are being loaded. Of each row, both blocks' scales in element 0, or one in each
+            element.
+        eights: 8 u for each block of the next k-tile (`turn` defines u), two rows in a word.
+        halves: for each of these blocks, the E4M3 byte of 0.5 times the block's factor.
     """
 
     def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
@@ -106,7 +108,8 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
-        """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles.
+        """Load a tile's scales: the scales of the thread's rows, and the scales of the thread's blocks in the tile's
+        first two k-tiles.
 
         k_tile, following: the indices of these two k-tiles.
         """
@@ -131,16 +134,16 @@ class RowsInFp8(Invariant):
         return self.row % BLOCK_ROWS * gate.step + block * gate.block + part * gate.half
 
     def _joined(self, of_rows: list[Int32], word: int) -> Int32:
-        """Join the 16-bit numbers of the two rows that share word number `word`."""
+        """Join the 16-bit numbers of two rows in one word. The rows are the two that share word number `word`."""
         return of_rows[ROWS * word] | of_rows[ROWS * word + 1] << 16
 
     @cute.jit
     def turn(self, k_tile: Int32):
-        """Compute what `_magnitudes` needs in the next k-tile, from the block scales that were loaded, and start to
+        """Compute what `_magnitudes` needs in the next k-tile, from block scales that are already loaded. Then start to
         load the block scales of k-tile `k_tile`.
 
-        u is s - (r - 6) for scale bytes s of the block and r of the row. It is less than 16, so the lower halves of
-        bytes suffice, and no carry leaves a byte. Blocks of zeros may have any u.
+        u is s - (r - 6), where s is the scale byte of the block and r of the row. u is less than 16, so the lower
+        halves of bytes suffice, and no carry leaves a byte. Blocks of zeros may have any u.
         """
         for word in cutlass.range_constexpr(cute.size(self.eights)):
             scales = self._joined([self.pending[0, i] for i in self.times], word)
@@ -154,9 +157,8 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def _start_loads(self, k_tile: Int32):
-        """Start to load the block scales of a k-tile. Past a row's last block any scale will do, since the elements
-        there are zeros.
-        """
+        """Start to load the block scales of a k-tile. Past a row's last block, other scales are loaded, since the
+        elements there are zeros."""
         first, last = k_tile * ROW_BLOCKS + self.first_block, self.scales.blocks - 1
         if self.is_aligned:
             first = cutlass.min(first, last - 1)
@@ -171,8 +173,8 @@ class RowsInFp8(Invariant):
                     self.pending[block, i] = Int32(scales[self.begins[i] + at]) & 0xFF
 
     def decode(self, narrow: Int32, wide: Int32) -> None:
-        """Decode a k-tile in shared memory from address `narrow` (E2M1 rows of 64 bytes) to address `wide` (E4M3 rows
-        of 128 bytes). Both are swizzled."""
+        """Decode a k-tile in shared memory, from E2M1 rows of 64 bytes at address `narrow` to E4M3 rows of 128 bytes at
+        address `wide`. Both are swizzled."""
         of_source, of_target = (swizzle_of(self.row, bytes_) for bytes_ in (self.narrow_row, SWIZZLE_BYTES))
         source = narrow + self.row * self.narrow_row + (self.first_block ^ of_source) * CHUNK_BYTES
         target = wide + self.row * SWIZZLE_BYTES + (2 * self.first_block ^ of_target) * CHUNK_BYTES
@@ -193,8 +195,10 @@ class RowsInFp8(Invariant):
                 _store(at, decoded[half * CHUNK_WORDS : (half + 1) * CHUNK_WORDS])
 
     def _magnitudes(self, i: int, block: int) -> tuple[Int32, Int32]:
-        """Return the eight magnitudes of E2M1, times the factor of a block of the thread's i-th row, as E4M3 bytes in
-        two words: the four smallest, then the four greatest.
+        """Return the eight magnitudes of E2M1, multiplied by a block's factor, as E4M3 bytes in two words: the four
+        smallest, then the four greatest. These words are the table in which `_decoded` looks elements up.
+
+        i, block: the thread's i-th row, and the block in this row.
         """
         word, row = divmod(i, ROWS)
         byte = BLOCKS * row + block
@@ -207,7 +211,10 @@ class RowsInFp8(Invariant):
 
 
 def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
-    """Return a word's eight elements as E4M3 bytes in two words. lower, upper: the result of `_magnitudes`."""
+    """Return a word's eight elements as E4M3 bytes in two words.
+
+    lower, upper: the result of `_magnitudes`.
+    """
     indices, moved = word & MAGNITUDES, word << 4
     halves = []
     for number, signs in enumerate((FIRST_SIGNS, LAST_SIGNS)):

@@ -1,7 +1,8 @@
-"""Scale types of weights that are decoded, one class each. An object is made for the element type that it scales.
+"""Scale types of weights that are decoded, one class for each. An object of such a class belongs to the element type
+that it scales.
 
-Some scale bytes are bad, for example NaN: the output column of their weight row must be NaN for all rows of x. Kernels
-note bad bytes while they decode, and write NaN at the end of a tile.
+Some scale bytes are bad, for example NaN. The output column of a weight row with a bad byte must be NaN for all rows of
+x. Kernels note bad bytes while they decode, and write NaN at the end of a tile.
 """
 
 from __future__ import annotations
@@ -29,70 +30,71 @@ LOW_BYTES = 0x0101
 
 
 class Scales:
-    """A scale type. Its methods convert scale bytes, four in a word, to bfloat16 numbers, each in both halves of a
-    word.
+    """A scale type. Its methods convert scale bytes, four in a word, to bfloat16 numbers. Each result is a word with
+    the number in both halves.
 
-    A byte's *value* is its scale. Its *multiplier* is the scale times the inverse of the power of two by which elements
-    are read too small (`Element.read_exponent`). Large bytes have multipliers beyond bfloat16's range.
+    A byte's *value* is its scale. Elements may be read too small by a power of two (`Element.read_exponent`). A byte's
+    *multiplier* is its scale times the inverse of this power. The multipliers of *large* bytes exceed bfloat16's range.
 
     Attributes:
         first_large: the least large byte (128 or more). Products with large bytes are multiplied a second time, by
             `rest_of_multiplier`. None: all multipliers are in range.
-        rest_exponent: products lack the factor 2^rest_exponent, by which the epilogue multiplies sums.
+        rest_exponent: products lack the factor 2^rest_exponent. The epilogue multiplies sums by it.
     """
 
     first_large: int | None = None
     rest_exponent = 0
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
-        """Make the scales of an element type. product: a function that multiplies two words of two bfloat16 numbers
-        each, by an instruction that the GPU has."""
+        """Make the scales of an element type.
+
+        product: a function that multiplies two words of two bfloat16 numbers each, by an instruction that the GPU has.
+        """
         self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:
-        """Return the value of one scale byte; NaN if the byte is bad (it must turn its weight row into NaN)."""
+        """Return the value of one scale byte; NaN if the byte is bad, since its weight row must then become NaN."""
         raise NotImplementedError
 
     def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
         """Return the multipliers of `count` of the four bytes in `scales`, from byte number `first` on.
 
-        A large byte's multiplier is too small by the factor `rest_of_multiplier`.
+        The multiplier of a large byte is returned too small, by the factor that `rest_of_multiplier` returns.
         """
         raise NotImplementedError
 
     def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
-        """Return the multipliers of the first `count` bytes in `scales`, none of which is large; in reverse order if
-        `is_turned`."""
+        """Return the multipliers of the first `count` bytes in `scales`, in reverse order if `is_turned`. None of these
+        bytes may be large."""
         raise NotImplementedError
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
-        """Return the factor by which the multiplier of byte number `index` is too small if the byte is large; otherwise
-        1.
-        """
+        """Return the factor that `multipliers` left out of the multiplier of byte number `index`; 1 if the byte is not
+        large."""
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
         """Return a word that is not 0 if one of the four bytes in `scales` is bad, so that its weight row must become
         NaN.
 
-        Rows 0 to 7 set different bits, so that words of several rows can be combined; see `is_bad`.
+        Rows 0 to 7 set different bits, so that the words of several rows can be combined by OR; see `is_bad`.
         """
         raise NotImplementedError
 
     def large(self, scales: Int32) -> Int32:
-        """Return a word that is not 0 if one of the four bytes in `scales` is large: its multiplier exceeds bfloat16's
-        range."""
+        """Return a word that is not 0 if one of the four bytes in `scales` is large, so that its multiplier exceeds
+        bfloat16's range."""
         raise NotImplementedError
 
 
 class E8m0(Scales):
     """Powers of two: byte e is 2^(e - 127), a subnormal number at e = 0.
 
-    Bad bytes are NaN and all bytes from `first_bad` (128 or more) on, whose scale times the greatest element exceeds
-    bfloat16's range.
+    Bad bytes are NaN and all bytes from `first_bad` (128 or more) on: for these, the scale times the greatest element
+    exceeds bfloat16's range.
 
-    If elements are read as 2^-126 times their value, multipliers include 2^126. Then multipliers of scales up to 2 fit
-    into bfloat16; larger scales take a second product.
+    If elements are read as 2^-126 times their value, multipliers include 2^126. Then the multipliers of scales up to 2
+    fit into bfloat16; larger scales take a second product.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -108,7 +110,8 @@ class E8m0(Scales):
         return [self._multiplier(byte_of(scales, index)) for index in range(first, first + count)]
 
     def _multiplier(self, byte: Int32) -> Int32:
-        """Return the multiplier of a byte. For a large byte: the multiplier of the greatest byte that is not large."""
+        """Return the multiplier of a byte. A large byte returns the multiplier of the greatest byte that is not
+        large."""
         if self.first_large is None:
             return power_of(byte)
         return self._small_multiplier(cutlass.min(byte, Int32(self.first_large - 1)))
@@ -136,9 +139,10 @@ class E8m0(Scales):
 class UnsignedE4m3(Scales):
     """E4M3 numbers of at most 448, without sign. Bad bytes are NaN and bytes with a sign.
 
-    A byte moved up by four bits has its exponent and significand in bfloat16's places, and is the scale times 2^-120,
-    including subnormals. Two powers of two (`powers`) then multiply it. They compensate 2^-120 and, as far as
-    bfloat16's range allows, the power of two by which elements are read too small; `rest_exponent` is the rest.
+    A byte shifted left by four bits has its exponent and significand in bfloat16's places. As a bfloat16 number it is
+    the scale times 2^-120, including subnormals. Two powers of two (`powers`) then multiply it. They compensate 2^-120
+    and, as far as bfloat16's range allows, the power of two by which elements are read too small. `rest_exponent` is
+    what remains.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -160,7 +164,7 @@ class UnsignedE4m3(Scales):
         return self._two(scales, select(is_turned, Int32(0x4041), Int32(0x4140)))
 
     def _two(self, scales: Int32, bytes_: Int32) -> list[Int32]:
-        """Return the multipliers for two of the four scale bytes in `scales`.
+        """Return the multipliers of two of the four scale bytes in `scales`.
 
         bytes_: a selector of the instruction prmt, which moves the two bytes into the two halves of a word.
         """
@@ -174,11 +178,10 @@ class UnsignedE4m3(Scales):
 
 
 class Float32s(Scales):
-    """Scales that are float32 numbers, one for each block. They are passed on unchanged, and multiply elements in
-    float32.
+    """Scales that are float32 numbers, one for each block. They are used unchanged, and multiply elements in float32.
 
-    Kernels need not look for bad scales, which must turn their weight row into NaN: multiplying by a NaN or infinite
-    scale makes the weights NaN or infinite anyway.
+    Kernels need not look for bad scales: a NaN or infinite scale makes its weight row NaN or infinite by
+    multiplication.
     """
 
     def value(self, byte: Int32) -> Int32:
@@ -190,12 +193,12 @@ class Float32s(Scales):
 
 
 SCALES: dict[str, type[Scales]] = {E8M0: E8m0, E4M3: UnsignedE4m3, FLOAT32: Float32s}
-"""Scale types by `Format.scale`."""
+"""The classes of scale types, by `Format.scale`."""
 
 
 def doubled(word: Int32, half: str) -> Int32:
-    """Return a word with the "low" or "high" half of `word` in both halves. On Hopper this is a modifier of the reading
-    instruction."""
+    """Return a word whose two halves are both the "low" or the "high" half of `word`. On Hopper this is only a modifier
+    of the instruction that reads the word."""
     ptx = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {{$r0}}; mov.b32 {{$w0}}, {{{half}, {half}}}; }}"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[word]))
 
@@ -216,9 +219,8 @@ def power_of(byte: Int32) -> Int32:
 
 
 def _from(first: Any, scales: Int32) -> Int32:
-    """Return a word in which bit 7 of each byte is set if that byte of `scales` is at least `first` (128 or more).
-    Other bits are arbitrary.
-    """
+    """Return a word in which bit 7 of each byte is set if the same byte of `scales` is at least `first` (128 or more).
+    Other bits are arbitrary."""
     # Adding 256 - first to a byte's lower 7 bits carries into bit 7 if the byte (with bit 7 set) is at least `first`.
     carry = Int32((256 - first) * BYTE_LANES)
     return ((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales
@@ -233,5 +235,5 @@ def _signs_of(row: int) -> int:
 
 
 def is_bad(bad: Int32, row: int) -> cutlass.Boolean:
-    """Return True if `bad`, which combines words of `Scales.bad`, notes a bad byte of the row."""
+    """Return True if a row has a bad byte. bad: the words of `Scales.bad` of several rows, combined."""
     return (bad & Int32(_signs_of(row))) != 0

@@ -1,8 +1,10 @@
-"""Choice of a token's experts, the k largest of its logits, and of their weights; a warp handles a token.
+"""Choice of a token's experts, and of the weights of these experts. The experts are the k with the largest logits. A
+warp handles a token.
 
-A lane holds every 32nd logit, as an integer key that is ordered like the number (largest.py). Each of k rounds finds
-the warp's largest key by two warp reductions and removes it; lane r keeps the result of round r. Instructions bound the
-time, not bytes: 8 of 128 experts for 32768 tokens take 28 us on an H200, whose memory reads the logits in 4 us.
+A lane holds every 32nd logit, as an integer key that has the same order as the number (largest.py). Each of k rounds
+finds the warp's largest key by two warp reductions and removes it; lane r keeps the result of round r. Instructions
+bound the time, not bytes: 8 of 128 experts for 32768 tokens take 28 us on an H200, whose memory reads the logits in 4
+us.
 """
 
 from __future__ import annotations
@@ -22,21 +24,23 @@ from ..specs import PARAM_FORMS
 from .largest import ABSENT, key_of, largest, number_of, place_of, sum_of_two_largest
 
 SOFTMAX, SIGMOID = 0, 1
-"""Values of `Rule.score`: the function that turns logits into weights. With `Rule.normalize`, softmax is computed over
-the k chosen logits alone, which gives the same as softmax over all logits divided by the sum of the chosen weights."""
+"""Values of `Rule.score`, the function that turns logits into weights. With `Rule.normalize`, softmax is computed over
+the k chosen logits alone. The result is the same as softmax over all logits, divided by the sum of the chosen
+weights."""
 LOWEST = -3.4e38
 TINY = 1e-20
-"""Added to the sum of sigmoids by which weights are divided, as in DeepSeek-V3."""
+"""Added to the sum of sigmoids before weights are divided by this sum, as in DeepSeek-V3."""
 
 
 class Logits(NamedTuple):
     """The logits [N, E] of all tokens.
 
     Attributes:
-        address: their address.
-        code: their dtype, a number of PARAM_FORMS.
+        address: the address of the logits.
+        code: the dtype of the logits, a number of PARAM_FORMS.
         experts: E.
-        bias: the address of float32 [E], which is added to the scores for the choice, but not in weights; 0: no bias.
+        bias: the address of float32 [E]; 0: no bias. It is added to the scores by which experts are chosen, but not to
+            weights.
     """
 
     address: Int64
@@ -52,9 +56,10 @@ class Rule(NamedTuple):
         k: number of experts to choose.
         score: SOFTMAX or SIGMOID.
         normalize: 1: weights are divided by their sum; 0: they are not.
-        num_groups: number of equal ranges, at most 32, into which experts are split.
-        top_groups: number of these ranges from which experts are chosen: those with the largest sums of their two
-            largest scores (with bias).
+        num_groups: number of groups, at most 32, into which experts are split. A group is a range of experts; all have
+            the same size.
+        top_groups: number of groups from which experts are chosen. A group's rank is the sum of its two largest scores
+            (with bias).
         scale: a factor of all weights.
     """
 
@@ -67,7 +72,7 @@ class Rule(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax over all of a token's experts.
+    """Two numbers that define the softmax over all of a token's experts: exp(logit - top) / total.
 
     Attributes:
         top: the largest logit.
@@ -83,7 +88,10 @@ def sigmoid(logit: Float32) -> Float32:
 
 
 class Chooser(Invariant):
-    """Chooser of experts, one token a warp. capacity: the most experts that it can serve, a multiple of 32."""
+    """Chooser of experts, one token a warp.
+
+    capacity: the most experts among which it can choose, a multiple of 32.
+    """
 
     def __init__(self, logits: Logits, rule: Rule, capacity: int):
         self.logits = logits
@@ -92,7 +100,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def choose(self, token: Int32) -> tuple[Int32, Float32]:
-        """Choose a token's experts. Lane r returns the r-th expert and its weight; lanes from k on return -1 and 0."""
+        """Choose a token's experts. Lane r < k returns the r-th expert and its weight; other lanes return -1 and 0."""
         rule = self.rule
         keys = cute.make_rmem_tensor(self.count, Int32)
         everything = self._rank(token, keys)
@@ -109,11 +117,12 @@ class Chooser(Invariant):
 
     @cute.jit
     def _rank(self, token: Int32, keys: cute.Tensor) -> Softmax:
-        """Compute the keys (integers ordered like numbers) by which a token's experts are chosen.
-
-        keys: filled with keys of scores with bias, or of logits if they give the same order.
+        """Compute the keys by which a token's experts are chosen. Keys are integers that have the same order as the
+        numbers.
 
         Returns the softmax over all experts if weights need it, else (0, 1).
+
+        keys: filled with the keys of scores with bias, or with the keys of logits if these give the same order.
         """
         self._load(token, keys)
         top = Float32(0.0)
@@ -181,7 +190,10 @@ class Chooser(Invariant):
 
     @cute.jit
     def _weight(self, token: Int32, expert: Int32, everything: Softmax) -> Float32:
-        """Return the weight of this lane's expert; 0 if expert is -1. everything: the result of `_rank`."""
+        """Return the weight of this lane's expert; 0 if `expert` is -1.
+
+        everything: the result of `_rank`.
+        """
         rule = self.rule
         has_one = expert >= 0
         first = Int64(token) * self.logits.experts

@@ -1,5 +1,5 @@
-"""The last kernel of a backward: adds the tiles' partial sums of the row scale's gradient, and zeroes the rows of dx
-and of that gradient that belong to no expert."""
+"""The last kernel of a backward. It adds the tiles' partial sums of the row scale's gradient. It also zeroes, in dx and
+in that gradient, the rows that belong to no expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B ha
 
 
 class RowSums(NamedTuple):
-    """The gradient of the row scale: a sum of partial sums for each row.
+    """The gradient of the row scale: for each row, a sum of partial sums.
 
     Attributes:
         result: the address of float32 [T], the sums to write; 0: not wanted.
@@ -39,12 +39,12 @@ class RowSums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A 16-bit matrix whose rows after the last group are zeroed (dx).
+    """A 16-bit matrix (dx) whose rows after the last group are zeroed.
 
     Attributes:
-        address: its address.
+        address: the address of the matrix.
         columns: number of columns; 0: no matrix is given.
-        pitch: distance of two rows, in elements.
+        pitch: elements from row to row.
     """
 
     address: Int64
@@ -53,12 +53,12 @@ class Rows(NamedTuple):
 
 
 class FinishBackward(Invariant):
-    """Kernel that adds each row's partial sums in a fixed order, and zeroes the sums and the rows of a 16-bit matrix
-    after the last group.
+    """Kernel that adds each row's partial sums in a fixed order. For rows after the last group, it zeroes these sums
+    and the rows of a 16-bit matrix.
 
-    It follows the kernels that make the partial sums and the matrix, and starts while they drain. They write none of
-    the memory that this kernel writes. Zeros are written first, since the partial sums are complete only when those
-    kernels have ended.
+    It follows the kernels that make the partial sums and the matrix, and starts while they drain. That is safe for the
+    zeros, since those kernels write none of the memory that this kernel writes. Zeros are written first, since the
+    partial sums are complete only when those kernels have ended.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -92,7 +92,8 @@ class FinishBackward(Invariant):
 
     @cute.jit
     def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
-        """Zero the matrix's rows `first`, first + number of warps in the grid, ... below `num_rows`: this warp's share.
+        """Zero this warp's share of the matrix's rows: `first`, first + number of warps in the grid, ..., below
+        `num_rows`.
 
         blocks: number of CTAs of the grid.
         """
@@ -114,7 +115,7 @@ class FinishBackward(Invariant):
 
 
 class Finish:
-    """Host function that launches `FinishBackward`; its arguments have the meanings of `signatures._tail`."""
+    """Host function that launches `FinishBackward`. `signatures._tail` describes its arguments."""
 
     def __init__(self, spec: BackwardCleanupSpec):
         self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])

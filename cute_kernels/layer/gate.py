@@ -1,11 +1,13 @@
-"""The activation of a preactivation, and its gradient, row by row, for GEMMs without an activation in the epilogue.
+"""The activation of a preactivation, and its gradient, row by row. These kernels serve GEMMs without an activation in
+the epilogue.
 
     act = f(a, u) s        dpreact = (d s f_a, d s f_u)        d_s[row] = sum over i of d_i f_i
 
-f is the activation and f_a, f_u its derivatives; s is the row's scale; d is the gradient of act, d_s that of s; i
-counts columns. h is the preactivation, [T, 2I] with a gate, [T, I] without. A CTA has a row; a thread has a vector of
-16 bytes of act at a time, and the columns of h that it comes from.
-Memory bounds both kernels: with a gate and 16-bit numbers, an element of act takes 6 bytes forward, 10 backward.
+f is the activation, and f_a, f_u are its derivatives. s is the row's scale. d is the gradient of act, d_s the gradient
+of s; i counts columns. h is the preactivation (a, u), [T, 2I] with a gate, [T, I] without.
+
+A CTA has a row. A thread has a vector of 16 bytes of act at a time, and the columns of h that it comes from. Memory
+bounds both kernels: with a gate and 16-bit numbers, an element of act takes 6 bytes forward, 10 backward.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ WARPS = THREADS // 32
 
 
 class _Gate(Invariant):
-    """Base of the forward and backward kernels, which have a CTA for each row of act."""
+    """Base of the forward and backward kernels. Both have a CTA for each row of act."""
 
     kernel: Any
 
@@ -45,11 +47,14 @@ class _Gate(Invariant):
         self.kernel(*arguments).launch(grid=(tokens, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:
-        """Return the positions, in a row of the preactivation h, of the two vectors that hold a and u for vector number
-        `vector` of act.
+        """Return where a and u of a vector of act lie: the positions of two vectors in a row of the preactivation h.
 
-        Positions and `vectors` (the length of a row of act) count vectors. In layout "interleaved" both vectors hold a
-        and u in turns (see `_halves`).
+        Positions count vectors of 16 bytes. In layout "interleaved", both vectors hold a and u in turns (see
+        `_halves`).
+
+        Args:
+            vector: the number of the vector in its row of act.
+            vectors: the length of a row of act, in vectors.
         """
         of_block = BLOCK_ROWS // self.count
         in_blocks = vector // of_block * (2 * of_block) + vector % of_block
@@ -59,10 +64,10 @@ class _Gate(Invariant):
         return first, second
 
     def _halves(self, first: cute.Tensor, second: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return vectors of a and of u, made from two loaded vectors of the preactivation h.
+        """Return a vector of a and a vector of u, made from two loaded vectors of the preactivation h.
 
-        In layout "interleaved" (`is_mixed`), a is the even and u the odd elements of both vectors; otherwise a is the
-        first vector and u the second.
+        In layout "interleaved" (`is_mixed`), a is the even elements of both vectors and u the odd elements. In other
+        layouts, a is the first vector and u the second.
         """
         a, u = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         both = [one[i] for one in (first, second) for i in range(self.count)]
@@ -72,8 +77,8 @@ class _Gate(Invariant):
         return a, u
 
     def _in_turns(self, a: cute.Tensor, u: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return the two vectors of the preactivation's gradient to store, made from the gradients of a and u; the
-        inverse of `_halves`."""
+        """Return the two vectors of the preactivation's gradient to store, made from the gradients of a and u. This is
+        the inverse of `_halves`."""
         first, second = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         turns = [(a, u)[i % 2][i // 2] for i in range(2 * self.count)]
         for i in range(self.count):
@@ -92,7 +97,10 @@ class _Gate(Invariant):
 
 
 class Gate(_Gate):
-    """Forward kernel: makes act from the preactivation. row_scale 0: rows are not scaled. width: I."""
+    """Forward kernel: makes act from the preactivation.
+
+    row_scale: 0: rows are not scaled. width: I.
+    """
 
     @cute.jit
     def __call__(
@@ -129,8 +137,10 @@ class Gate(_Gate):
 
 
 class GateBackward(_Gate):
-    """Backward kernel: makes dpreact and, if the address d_row_scale is not 0, the row scale's gradient d_s. width:
-    I."""
+    """Backward kernel: makes dpreact and, if the address d_row_scale is not 0, d_s, the gradient of the row scale.
+
+    width: I.
+    """
 
     @cute.jit
     def __call__(
@@ -179,12 +189,12 @@ class GateBackward(_Gate):
         self, names: cutlass.Constexpr, parts: tuple, dm: cute.Tensor, factor: Float32, total: cute.Tensor,
         params: ActivationParams,
     ):  # fmt: skip
-        """Replace `parts`, [a, u] or [a], by their gradients, for the activation among `names` that `params` selects.
+        """Replace `parts`, [a, u] or [a], by their gradients, for the activation that `params` selects among `names`.
 
         Args:
             dm: the gradient of act.
             factor: the row's scale.
-            total: a tensor of one element, to which the vector's part of d_s is added.
+            total: a tensor of one element, to which the vector's contribution to d_s is added.
         """
         if const_expr(len(names) == 1):
             self._fill(names[0], parts, dm, factor, total, params)
@@ -204,7 +214,7 @@ class GateBackward(_Gate):
 
     @cute.jit
     def _store_sum(self, total: Float32, d_scale: Int64, row: Int32):
-        """Add the sums (`total`) of the CTA's threads in a fixed order, and store the result as d_scale[row]."""
+        """Add `total` over the CTA's threads, in a fixed order, and store the sum as d_scale[row]."""
         thread, _, _ = cute.arch.thread_idx()
         sums = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS))
         of_warp = cute.arch.warp_reduction(total, lambda x, y: x + y)

@@ -1,4 +1,4 @@
-"""KERNELS, the table of the kernels around a layer's experts, with their arguments.
+"""KERNELS, the table of the kernels around a layer's experts, with the arguments of each.
 
 A choice is a pair (token n, j-th of its k experts). Arguments are addresses of tensors (0: not given), sizes, and:
 
@@ -37,8 +37,8 @@ from ..dtypes import DTYPES, WIDE_DTYPES
 from ..kernels import ANY, Kernel
 
 CAPACITIES = (128, 256, 1024)
-"""Sizes of routing kernels: the most experts that each can serve. The number is limited because a warp holds a token's
-logits in registers, and a CTA holds a count for each expert and warp."""
+"""Sizes of routing kernels: the most experts among which each can route. There is a limit because a warp holds a
+token's logits in registers, and a CTA holds a count for each pair of an expert and a warp."""
 _ROWS_OF = "offs token_of_row row_of weight_of_row"
 _BACK = "sum_rows weight_places handle regions state"
 
@@ -102,5 +102,5 @@ KERNELS: dict[str, Kernel] = {
     "row_weights_backward": Kernel(numbers("d_rows row_of d_weights", "tokens k bound"), "layer.rows", ships=ANY),
 }
 RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module == "ranks.send")
-"""Names of the kernels that write to other ranks of the same host: send_tokens, which moves bytes of any dtype, and
-send_sums."""
+"""Names of the kernels that write to other ranks of the same host: send_tokens and send_sums. send_tokens moves bytes
+of any dtype."""

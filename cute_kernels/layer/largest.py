@@ -1,6 +1,7 @@
-"""Search for the largest of the numbers that a warp holds, by integer keys that are ordered like the numbers.
+"""Search for the largest of the numbers that a warp holds. Numbers are compared by integer keys that have the same
+order.
 
-Each lane holds the same count of numbers. A lane's number `index` has the place lane + 32 index among the warp's.
+Each lane holds the same count of numbers. A lane's number `index` has place lane + 32 index among the warp's numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from ..device.select import select
 from ..device.warps import WARP
 
 ABSENT = -(2**31)
-"""The key that stands for no number; it is less than the keys of all numbers."""
+"""The key for "no number"; it is less than the keys of all numbers."""
 NAN_KEY = MAGNITUDE = 2**31 - 1
 
 
 def key_of(value: Float32) -> Int32:
-    """Return a number's key. Keys are ordered like numbers; the key of any NaN is the greatest, and -0 has 0's key."""
+    """Return a number's key. Keys have the order of the numbers. The key of any NaN is the greatest, and -0 has 0's
+    key."""
     bits = (value + Float32(0.0)).bitcast(Int32)
     ordered = select(bits < 0, bits ^ MAGNITUDE, bits)
     return select(value != value, Int32(NAN_KEY), ordered)
@@ -34,8 +36,8 @@ def place_of(index: int) -> Int32:
 
 
 def largest(keys: list[Int32]) -> tuple[Int32, Int32]:
-    """Return, on every lane, the largest of a warp's keys and its place (lane + 32 index); the lowest place if keys are
-    equal.
+    """Return, on every lane, the largest of a warp's keys and the place of this key (lane + 32 index). If several keys
+    are the largest, the place is the lowest of their places.
 
     keys: this lane's keys.
     """
@@ -49,8 +51,10 @@ def largest(keys: list[Int32]) -> tuple[Int32, Int32]:
 
 
 def sum_of_two_largest(first: Int32, second: Int32) -> Float32:
-    """Return the sum of the two largest numbers of a warp. first, second: this lane's largest and second largest
-    key."""
+    """Return the sum of the two largest numbers of a warp.
+
+    first, second: this lane's largest and second largest key.
+    """
     lane = cute.arch.lane_idx()
     most = Int32(cute.arch.warp_redux_sync(first, "max"))
     owner = Int32(cute.arch.warp_redux_sync(select(first == most, lane, Int32(WARP)), "min"))

@@ -1,9 +1,9 @@
-"""A router's logits x W^T + b for few tokens; each CTA computes one expert's logits of four tokens.
+"""A router's logits x W^T + b for few tokens. Each CTA computes one expert's logits of four tokens.
 
-For one token the latency of dependent loads bounds the time, not bytes: 128 experts of 2880 columns are 0.7 MB, which
-an H200's memory reads in 0.2 us. So a CTA for each expert loads the whole row of its weight at once, and the kernel
-that chooses experts, next in the same call, starts early. cuBLAS takes two kernels for the same, and for a float32
-router of 16-bit tokens one or two more kernels that widen the tokens.
+For one token, bytes do not bound the time: 128 experts of 2880 columns are 0.7 MB, which an H200's memory reads in 0.2
+us. The latency of dependent loads does. So there is a CTA for each expert, which loads the whole row of the expert's
+weight at once. The next kernel of the same call, which chooses experts, starts early. cuBLAS takes two kernels for the
+same, and for a float32 router of 16-bit tokens one or two more kernels that widen the tokens.
 
 Products of 16-bit numbers are exact in float32. Sums are float32, in an order that depends only on the width. Only the
 result is rounded, to the dtype of logits.
@@ -30,8 +30,10 @@ UNROLL = 4  # vectors of 16 bytes of an expert's row that a thread loads at once
 
 
 class Logits(Invariant):
-    """Kernel for logits[n, e] = bias[e] + sum over h of x[n, h] weight[e, h]. x has the spec's dtype, the weight the
-    same dtype or float32 (`weight_form`). width: H."""
+    """Kernel for logits[n, e] = bias[e] + sum over h of x[n, h] weight[e, h].
+
+    x has the spec's dtype; the weight has the same dtype or float32 (`weight_form`). width: H.
+    """
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
@@ -84,8 +86,8 @@ class Logits(Invariant):
         self, sums: cute.Tensor, dtype: cutlass.Constexpr, x: Int64, weight: Int64, expert: Int32, first: Int32,
         tokens: Int32, width: Int32,
     ):  # fmt: skip
-        """Add this thread's part of the dot products of an expert's weight row with tokens first + t to sums[t], t <
-        TOKENS.
+        """Add this thread's part of some dot products to `sums`. sums[t] belongs to token first + t, for t < TOKENS.
+        The dot product is that of the token and an expert's weight row.
 
         Past the last token, the last token is read again. dtype: the dtype of the weight.
         """

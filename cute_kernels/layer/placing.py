@@ -1,13 +1,17 @@
-"""Placing: finds the row of each choice (token n, j-th of its k experts) by a stable counting sort by expert.
+"""Placing: a stable counting sort by expert that finds the row of each choice. A choice is a pair (token n, j-th of its
+k experts).
 
-Rows are sorted by expert, then by choice. A CTA has a chunk of consecutive choices, each of its warps a run of the
-chunk. First each warp counts its run's choices of each expert. Then one thread for each expert computes the first row
-of each warp: the sum of the counts of lower experts, and of this expert in earlier chunks and earlier warps. Finally
-each warp goes through its run again, 32 choices at a time, and lanes with the same expert take that expert's next rows
-in order.
+Rows are sorted by expert, then by choice. A CTA has a chunk of consecutive choices; each of its warps has a run of the
+chunk. The sort has three steps:
 
-The counts of all chunks, [chunks, E], come from the kernel before ("count" or "choose" in route.py). A single chunk
-needs only its own counts.
+1. Each warp counts its run's choices of each expert.
+2. One thread for each expert computes the expert's first row in each warp: the sum of all counts of lower experts, and
+  of this expert's counts in earlier chunks and earlier warps.
+3. Each warp goes through its run again, 32 choices at a time. Lanes with the same expert take this expert's next rows
+  in order.
+
+The previous kernel ("count" or "choose" in route.py) makes the counts of all chunks, [chunks, E]. A single chunk needs
+only its own counts.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ UNROLL = 8
 class Choices(NamedTuple):
     """The experts that tokens chose.
 
-    An expert's index is id - first or, with an expert_map, entry id - first of the map. A choice has no row
-    if this index is not in 0 .. experts - 1, if id - first is outside of the map, or if its token is number `limit` or
-    more.
+    An expert's index is id - first or, with an expert_map, entry id - first of the map. A choice has no row in three
+    cases: its expert's index is not in 0 .. experts - 1; id - first is outside of the map; or its token's number is
+    `limit` or more.
 
     Attributes:
         ids: the address of the ids [N, k].
@@ -63,7 +67,7 @@ class Choices(NamedTuple):
 
 
 def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
-    """Return Choices whose ids are int32 expert indices, without a map."""
+    """Make the Choices of ids that are int32 expert indices already, without a map."""
     return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 
@@ -86,7 +90,7 @@ def _expert(choices: Choices, index: Int32) -> Int32:
 
 @cute.jit
 def token_limit(address: Int64, tokens: Int32) -> Int32:
-    """Read how many tokens are not padding (int32 at `address`), clamped to 0 .. tokens. address 0: all tokens."""
+    """Return how many tokens are not padding: the int32 at `address`, clamped to 0 .. tokens. address 0: all tokens."""
     limit = tokens
     if address != 0:
         limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))
@@ -94,11 +98,11 @@ def token_limit(address: Int64, tokens: Int32) -> Int32:
 
 
 class Results(NamedTuple):
-    """Addresses of the tensors that placing writes, and of the choices' weights that it copies to rows.
+    """Addresses of the tensors that placing writes, and of the choices' weights, which it copies to `weight_of_row`.
 
     Attributes:
-        weights: the weights [N, k] of choices, to be read.
-        weight_form: their dtype (`dtypes.PARAM_FORMS`).
+        weights: the weights [N, k] of choices, an input.
+        weight_form: the dtype of the weights (`dtypes.PARAM_FORMS`).
         offs: int32 [E], the end of each expert's rows.
         token_of_row: int32 [T], the token of each row.
         row_of: int32 [N, k], the row of each choice; -1: none.
@@ -114,21 +118,21 @@ class Results(NamedTuple):
 
 
 def counters_of(capacity: int) -> int:
-    """Return how many warps of a CTA handle choices: at most WARPS, and no more than have room in shared memory for
-    their counts of `capacity` experts."""
+    """Return how many warps of a CTA handle choices: at most WARPS, and at most as many as have room in shared memory
+    for counts of `capacity` experts each."""
     return min(WARPS, (smem_of_cta() - TOTALS_BYTES) // (capacity * 4))
 
 
 class Placer(Invariant):
-    """Counting sort, by expert, of a CTA's chunk, choices `begin` .. `end` - 1. Call `count`, then `leave_counts` or
-    `place`.
+    """Counting sort, by expert, of a CTA's chunk of choices, `begin` .. `end` - 1. Call `count` first, then
+    `leave_counts` or `place`.
 
     Attributes:
         capacity: the most experts.
         run: number of consecutive choices of a warp.
         warps: number of warps that have choices, at most `counters_of(capacity)`; other warps have no counts.
-        counts: [capacity, counters_of(capacity)] in shared memory: choices of each expert in each warp's run; in
-            `place` the next row of each expert for each warp.
+        counts: [capacity, counters_of(capacity)] in shared memory. After `count`: choices of each expert in each warp's
+            run. In `place`: the next row of each expert for each warp.
         totals: [WARPS] in shared memory, for `_scan`.
     """
 
@@ -152,14 +156,15 @@ class Placer(Invariant):
         return capacity * counters_of(capacity) * 4 + TOTALS_BYTES
 
     def _run(self) -> tuple[Int32, Int32]:
-        """Return the first choice of this warp's run (consecutive choices of the CTA's chunk), and the choice after its
-        last."""
+        """Return the range of this warp's run, which is consecutive choices of the CTA's chunk: the first choice, and
+        the choice after the last."""
         begin = cutlass.min(self.begin + self.warp * self.run, self.end)
         return begin, cutlass.min(begin + self.run, self.end)
 
     @cute.jit
     def count(self):
-        """Count the choices of each expert in each warp's run (consecutive choices), in `counts`."""
+        """Count the choices of each expert in each warp's run (its consecutive choices), and write them to `counts` in
+        shared memory."""
         for i in cutlass.range(self.thread, self.capacity * self.warps, THREADS):
             self.counts[i % self.capacity, i // self.capacity] = Int32(0)
         cute.arch.sync_threads()
@@ -173,8 +178,8 @@ class Placer(Invariant):
 
     @cute.jit
     def leave_counts(self, counts: Int64, chunk: Int32):
-        """Write how often the chunk chose each expert to row `chunk` of `counts` (an address), for the kernel that
-        places."""
+        """Write how often the chunk chose each expert to row `chunk` of `counts`, an address. The kernel that places
+        reads these counts."""
         if self.thread < self.choices.experts:
             total = Int32(0)
             for warp in cutlass.range(self.warps, unroll=UNROLL):
@@ -183,7 +188,7 @@ class Placer(Invariant):
 
     @cute.jit
     def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
-        """Write the rows of the CTA's chunk of choices to all tensors of `results`; called after `count`.
+        """Write the CTA's chunk of choices to all tensors of `results`. Call `count` before.
 
         counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
         """
@@ -202,7 +207,7 @@ class Placer(Invariant):
 
     @cute.jit
     def _elsewhere(self, counts: Int64, chunk: Int32, chunks: Int32) -> tuple[Int32, Int32]:
-        """Return how often this thread's expert was chosen in chunks before this one, and in all chunks."""
+        """Return how often this thread's expert was chosen: in all chunks before this one, and in all chunks."""
         before = Int32(0)
         total = Int32(0)
         if chunks > 1:

@@ -1,12 +1,12 @@
 """Routing kernels: from logits, or from ids that another router chose, to the rows of experts.
 
     choose   makes ids and weights from logits; if there is a single chunk also the rows, else each chunk's counts
-             (for few tokens, the kernel of logits.py can make the logits before it in the same call)
+             (for few tokens, the same call can make the logits before, with the kernel of logits.py)
     count    makes each chunk's counts from ids
     place    makes the rows from ids and counts
 
-A chunk is the consecutive tokens of one CTA of 32 warps; its counts say how often it chose each expert (placing.py). A
-single chunk needs no other CTA's counts, so few tokens take one launch of one CTA, and more tokens take two launches.
+A chunk is the consecutive tokens of one CTA of 32 warps. Its counts say how often it chose each expert (placing.py). A
+single chunk needs no other CTA's counts. So few tokens take one launch of one CTA, and more tokens take two launches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class _Chunks(Invariant):
 class Choose(_Chunks):
     """Kernel that chooses each token's experts and weights from its logits.
 
-    workspace: the address of all chunks' counts; 0: there is only one chunk, and this kernel also places its rows.
+    workspace: the address of all chunks' counts; 0: there is only one chunk, and this kernel also places the chunk's
+    choices in rows.
     """
 
     @cute.jit

@@ -1,13 +1,13 @@
-"""The gradient of a router's logits from the gradient of its weights; a warp handles a token.
+"""The gradient of a router's logits from the gradient of its weights. A warp handles a token.
 
-g is the gradient of the choices' weights times the router's scale; it is 0 for experts that were not chosen. "Divided
-by their sum" refers to `normalize`.
+g is the gradient of the choices' weights times the router's scale; it is 0 for experts that were not chosen.
+"Normalised" below means that `normalize` is set: weights are divided by their sum.
 
-Softmax: d_logit_e = p_e (g_e - sum over chosen j of p_j g_j), where p is the softmax over a token's chosen experts if
-weights are divided by their sum, else over all experts.
+Softmax: d_logit_e = p_e (g_e - sum over chosen j of p_j g_j). If weights are normalised, p is the softmax over a
+token's chosen experts, else over all experts.
 
-Sigmoid: d_logit_e = d_s_e s_e (1 - s_e) with s = sigmoid(logit). If weights are divided by their sum,
-d_s_e = g_e / D - (sum over chosen j of g_j s_j) / D^2 with D = sum over chosen j of s_j, + TINY; else d_s_e = g_e.
+Sigmoid: d_logit_e = d_s_e s_e (1 - s_e) with s = sigmoid(logit). If weights are normalised, d_s_e = g_e / D - (sum over
+chosen j of g_j s_j) / D^2 with D = sum over chosen j of s_j, + TINY; else d_s_e = g_e.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Copies from tokens to experts' rows and sums back: permute, out[row_of[n, j]] = x[n], and combine,
-out[n] = residual[n] + sum over j of y[row_of[n, j]]. Each is the other's gradient. row_of [N, k] has the row of token
-n's j-th choice of expert.
+"""Copies of tokens to the rows of their experts, and sums back. row_of [N, k] has the row of token n's j-th choice of
+an expert.
 
-A thread handles 16 bytes of a token and of its k rows, one row after the other. The bytes of N k + N rows (with a
-residual N more) bound the time. Sums are float32, in the order of j, and rounded once. Row -1 means no row: nothing is
-read or written for it. The same holds for row numbers from `bound` on, which occur only if a routing was edited by
-hand.
+    permute    out[row_of[n, j]] = x[n]
+    combine    out[n] = residual[n] + sum over j of y[row_of[n, j]]
 
-A CTA has 128 vectors of one token. If both token and column were computed from a thread's index, the 64-bit division
-would take as long as two rows: combine of 4096 tokens with 2 rows of 4096 reached only 0.65 of the copy rate.
+Each of the two is the gradient of the other. A thread handles 16 bytes of a token and of its k rows, one row after the
+other. The bytes of N k + N rows (with a residual N more) bound the time. Sums are float32, in the order of j, and
+rounded once. Row -1 means no row: nothing is read or written for it. The same holds for row numbers from `bound` on,
+which occur only if a routing was edited by hand.
+
+A CTA has 128 vectors of one token. A thread must not compute token and column from its index: this 64-bit division
+takes as long as two rows. With it, combine of 4096 tokens with 2 rows of 4096 reached only 0.65 of the copy rate.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ UNROLL = 4  # rows that a thread loads at once: with 8, registers leave an SM 90
 
 
 class _Rows(Invariant):
-    """Base of permute's and combine's kernels, which have a thread for each 16 bytes of each token."""
+    """Base of the kernels of permute and combine, which have a thread for each 16 bytes of each token."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
@@ -45,7 +47,7 @@ class _Rows(Invariant):
     def _launch(
         self, arguments: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
     ) -> None:  # fmt: skip
-        """Launch the kernel. If the same call launched other kernels before (`position` > 0), it is a programmatic
+        """Launch the kernel. If the same call launched other kernels before (`position` > 0), this is a programmatic
         dependent launch, so that the kernel starts early."""
         vectors = width // elements(self.dtype)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -65,8 +67,10 @@ class _Rows(Invariant):
 
 
 class Combine(_Rows):
-    """Kernel of combine: out[n] = residual[n] + sum over j of y[row_of[n, j]]. residual 0: the sum alone. bound: number
-    of rows of y."""
+    """Kernel of combine: out[n] = residual[n] + sum over j of y[row_of[n, j]].
+
+    residual: 0: the sum alone. bound: number of rows of y.
+    """
 
     @cute.jit
     def __call__(
@@ -137,7 +141,7 @@ class RowWeightsBackward(Invariant):
     """Kernel for the gradient of the choices' weights: d_weights[n, j] = d_rows[row_of[n, j]], or 0 if the choice has
     no row.
 
-    d_rows: float32, the gradient of each row's weight. bound: its number of rows.
+    d_rows: float32, the gradient of each row's weight. bound: the number of elements of d_rows.
     """
 
     def __init__(self, spec: LayerSpec):

@@ -1,2 +1,2 @@
-"""Block scales, and the kernels that quantise rows or columns and fold weights (rescale the blocks of a weight row so
-that they share one scale)."""
+"""Block scales, and the kernels that use them: kernels that quantise along rows or columns, and kernels that fold
+weights. Folding rescales the blocks of a weight row so that all of them share one scale."""

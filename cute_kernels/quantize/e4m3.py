@@ -1,5 +1,5 @@
-"""Conversion of float32 numbers of at most 448 (E4M3's greatest) to E4M3, rounded to nearest even: by the GPU's
-instruction where there is one, else in integer arithmetic."""
+"""Conversion of float32 numbers to E4M3, rounded to nearest even. Magnitudes are at most 448, E4M3's greatest number.
+The GPU's instruction converts where there is one; elsewhere integer arithmetic does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ MAGNITUDE, SIGN, GREATEST, NAN = 0x7FFFFFFF, 0x80, 0x7E, 0x7F
 # Bits of float32's significand below E4M3's 3 bits; difference of the exponents' biases, shifted to E4M3's exponent.
 DROPPED_BITS, BIAS = 20, 120 << 3
 LEAST_NORMAL, STEPS_OF_SUBNORMALS = 2.0**-6, 2.0**14
-"""LEAST_NORMAL: E4M3's least normal number. STEPS_OF_SUBNORMALS: the float32 numbers next to it are 2^-9 apart, like
-E4M3's subnormals, so adding it to a number below LEAST_NORMAL rounds that number to a subnormal."""
+"""LEAST_NORMAL: E4M3's least normal number.
+
+STEPS_OF_SUBNORMALS: a float32 number by which to round to E4M3's subnormals. float32 numbers near it are 2^-9 apart,
+like E4M3's subnormals. So adding it to a number below LEAST_NORMAL rounds that number to a subnormal.
+"""
 F32_INF = 0x7F800000
 
 
@@ -55,7 +58,7 @@ def to_e4m3(numbers: cute.TensorSSA, count: int) -> cute.Tensor:
 
 
 def e4m3_values(numbers: cute.TensorSSA, count: int) -> cute.TensorSSA:
-    """Return `count` numbers rounded to E4M3 values, still in float32."""
+    """Round `count` numbers to E4M3 values, and return them in float32."""
     if const_expr(has_fp8()):
         return numbers.to(Float8E4M3FN).to(Float32)
     result = cute.make_rmem_tensor(count, Float32)

@@ -1,12 +1,13 @@
-"""Float32 scales of blocks of E4M3 elements: the scale, and the factor that turns a number x into an element.
+"""Float32 scales of blocks of E4M3 elements: formulas of the scale, and of the factor that turns a number x into an
+element.
 
 fl32 rounds to float32; amax is the greatest magnitude in the block.
 
     scale       max(fl32(amax / 448), 2^-126); 1 if all elements are 0; NaN if an element is NaN or infinite
     element     x * fl32(1 / scale), rounded to nearest even, saturating; NaN is 0x7F
 
-So in a block with a NaN or infinite x, the scale and every element are NaN. 2^-126, the least normal number, keeps
-the reciprocal finite.
+If a block has a NaN or infinite x, its scale and all its elements are NaN. 2^-126 is the least normal number; as the
+least scale, it keeps the reciprocal finite.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ INVERSE_OF_448, MINUS_448, LEAST_SCALE, ONE = "0f3B124925", "0fC3E00000", "0f008
 def scale_of(amax: Float32) -> Float32:
     """Return the scale of a block whose greatest magnitude is amax.
 
-    The quotient amax / 448 is rounded correctly: the product with fl32(1/448) is followed by one step of Newton's
-    method, whose remainder an fma computes exactly. The remainder is NaN if amax is infinite.
+    The quotient amax / 448 is rounded correctly. It is the product with fl32(1/448), corrected by one step of Newton's
+    method. An fma computes the remainder of this step exactly; the remainder is NaN if amax is infinite.
     """
     ptx = f"""{{
         .reg .f32 amax, quotient, rest; .reg .pred is_zero;

@@ -1,10 +1,11 @@
-"""Folding of weights to MXFP8: they are quantised in blocks of 32 along the contraction, then rescaled so that a whole
-row of the result has one scale, a power of two.
+"""Folding of weights to MXFP8: a weight is quantised in blocks of 32 along the contraction, then rescaled so that each
+whole row of the result has one scale, a power of two.
 
-An element is rounded twice: to E4M3 with its block's scale, like the quantiser does, and again when it is rescaled from
-its block's power of two to its row's. The row's scale is the least power of two with which the row's largest quantised
-element is at most 448. It follows from the row's largest magnitude alone, because quantising keeps the order. So a
-first pass over a row takes maxima, and a second pass quantises and rescales each block.
+An element is rounded twice. First it is rounded to E4M3 with its block's scale, as the quantiser does. Then it is
+rounded again, when it is rescaled from its block's power of two to its row's. The row's scale is the least power of two
+with which the row's largest quantised element is at most 448. Quantising keeps the order of numbers, so the row's
+largest magnitude alone determines this scale. So a first pass over a row takes maxima, and a second pass quantises and
+rescales each block.
 
     row    w [R, C] to data [R, C]. 1 to 8 warps share a row, as few as can hold it in registers, 8 vectors of 16 bytes
            a thread. The part of a longer row that does not fit is read again, from L1 or L2.
@@ -12,8 +13,8 @@ first pass over a row takes maxima, and a second pass quantises and rescales eac
            the second time from the end, which L2 may still hold. A warp takes 32 rows, a block of each column. A thread
            reads 8 rows by 16 bytes and writes 8 bytes of each column; four threads write a sector, 32 bytes.
 
-With `width` bytes an element of w (2 or 4), a call moves R C (width + 1) bytes by rows and, by columns, R C (2 width +
-1) bytes (R C elements of w) less what L2 still holds.
+Let `width` be the bytes of an element of w, 2 or 4. By rows, a call moves R C (width + 1) bytes. By columns it moves R
+C (2 width + 1) bytes (R C elements of w), less what L2 still holds.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ RUN = BLOCK // SLOTS  # rows of a block that a thread has
 
 
 def quantised_max(amax: Float32) -> Float32:
-    """Return the E4M3 element to which amax is quantised in a block whose greatest magnitude is amax. The element is
-    returned as float32, without the block's scale."""
+    """Return the E4M3 element to which a block's greatest magnitude, amax, is quantised. The element is returned as
+    float32, without the block's scale."""
     pair = cute.make_rmem_tensor(FOUR, Float32)
     pair.fill(amax * multiplier_of(exponent_of(amax)))
     quantised = cute.make_rmem_tensor(FOUR, Float8E4M3FN)
@@ -69,9 +70,11 @@ def shift_of(exponent: Int32, target: Int32) -> Int32:
     """Return the factor 2^(exponent - target), which rescales a block's elements to its row's scale, as two equal
     float16 numbers in a word.
 
-    exponent, target: biased exponents of the block's scale and of the row's. A factor below 2^-24 becomes 0: its
-    products would be below half of E4M3's least number anyway. If the block's scale is NaN, any factor will do, since
-    all elements of the block are NaN.
+    exponent, target: biased exponents of the block's scale and of the row's scale.
+
+    Two cases need no exact factor. A factor below 2^-24 becomes 0, since its products would be below half of E4M3's
+    least number anyway. If the block's scale is NaN, the factor does not matter, since all elements of the block are
+    NaN.
     """
     power = (cutlass.max(exponent - target + UNIT_EXPONENT, Int32(0)) << 23).bitcast(Float32)
     pair = cute.make_rmem_tensor(2, Float16)
@@ -81,9 +84,9 @@ def shift_of(exponent: Int32, target: Int32) -> Int32:
 
 def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
     """Round four float32 numbers to E4M3, multiply them by `factor` (two equal float16 numbers, see `shift_of`), and
-    round to E4M3 again; returns the four bytes. The product is exact, except where it becomes 0.
+    round to E4M3 again. Return the four bytes.
 
-    Rounding is to nearest even, saturating; NaN becomes E4M3's NaN.
+    The product is exact, except where it becomes 0. Rounding is to nearest even, saturating; NaN becomes E4M3's NaN.
     """
     ptx = """{
     .reg .b16 low, high; .reg .b32 first, second;
@@ -102,7 +105,7 @@ def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
 
 
 class FoldMxfp8(Invariant):
-    """Base of the kernels that fold a weight w, by rows or by columns, to MXFP8 with one scale for each folded line.
+    """Base of the kernels that fold a weight w to MXFP8, with one scale for each row or each column.
 
     w is bfloat16, float16 or float32, and is read in vectors of 16 bytes.
     """
@@ -128,7 +131,8 @@ class FoldMxfp8(Invariant):
 
 
 class Span(NamedTuple):
-    """Vectors of a row that one thread handles: they begin at columns `column`, `column` + `step`, ... below `columns`.
+    """Vectors of a row that one thread handles. They begin at columns `column`, `column` + `step`, ..., up to
+    `columns`.
 
     w, data: addresses of the row in the weight and in the result.
     """
@@ -145,7 +149,7 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch with as few warps a row as can hold the row in registers: a power of two, at most 8."""
+        """Launch the kernel. Warps for each row: a power of two, as few as can hold the row in registers, at most 8."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         held = WARP * HELD * self.vector
         warps_a_row = Int32(1)
@@ -189,8 +193,8 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _load_chunk(self, span: Span, first: Int32) -> cute.Tensor:
-        """Load the thread's HELD vectors of the chunk of the row that begins at column `first`; zeros past the row's
-        end."""
+        """Load this thread's HELD vectors of a chunk of the row; zeros past the row's end. first: the column at which
+        the chunk begins."""
         values = cute.make_rmem_tensor((self.vector, HELD), self.dtype)
         values.fill(0.0)
         for i in cutlass.range_constexpr(HELD):
@@ -206,8 +210,9 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
-        """Return, in all threads that share a row, the row's greatest magnitude. maxima: this thread's maxima, as words
-        (`Magnitudes`).
+        """Return the row's greatest magnitude, in all threads that share the row.
+
+        maxima: this thread's maxima, as words (`Magnitudes`).
         """
         thread, _, _ = cute.arch.thread_idx()
         warp = thread // WARP
@@ -223,9 +228,8 @@ class FoldRows(FoldMxfp8):
         return result.bitcast(Float32)
 
     def _greatest(self, maxima: cute.Tensor) -> Float32:
-        """Return the greatest of a thread's WORDS words of magnitudes as float32. The bits of magnitudes, as integers,
-        are ordered like the numbers.
-        """
+        """Return the greatest magnitude of a thread's WORDS words, as float32. The words are compared as integers,
+        which have the same order as the numbers."""
         word = maxima[0]
         for j in range(1, WORDS):
             word = self.magnitudes.max(word, maxima[j])
@@ -266,7 +270,7 @@ class Strip(NamedTuple):
 
     Attributes:
         w: the address of the thread's vector in its first row of block 0.
-        row_bytes: distance of rows in bytes.
+        row_bytes: bytes from row to row.
         inside: False if the columns are past the weight's last.
     """
 
@@ -276,7 +280,7 @@ class Strip(NamedTuple):
 
 
 class FoldColumns(FoldMxfp8):
-    """Kernel that folds w [E, N, K], along N, to transposed data [E, K, N] and scale bytes [E, K]."""
+    """Kernel that folds w [E, N, K] along N. The result is transposed: data [E, K, N] and scale bytes [E, K]."""
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
@@ -324,7 +328,8 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _load_block(self, strip: Strip, block: Int32) -> cute.Tensor:
-        """Load this thread's RUN rows of its vector of columns in block number `block`; zeros past the last column."""
+        """Load this thread's RUN rows of block number `block`, in the thread's vector of columns; zeros past the last
+        column."""
         values = cute.make_rmem_tensor((self.vector, RUN), self.dtype)
         values.fill(0.0)
         if strip.inside:
@@ -347,8 +352,9 @@ class FoldColumns(FoldMxfp8):
     def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
         """Return the biased exponents of the scales of the thread's columns.
 
-        maxima: each column's greatest magnitude in the thread's rows, as words (`Magnitudes`). Threads of the same
-            columns exchange their maxima by shuffles and through shared memory.
+        Threads of the same columns exchange their maxima by shuffles and through shared memory.
+
+        maxima: each column's greatest magnitude in the thread's rows, as words (`Magnitudes`).
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % STRIP_LANES
@@ -373,7 +379,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
-        """Quantise a block of 32 rows, rescale it to the exponents `targets` of its columns, and store it.
+        """Quantise a block of 32 rows, rescale each column to its exponent in `targets`, and store the block.
 
         Args:
             out: the address, in the result, of this thread's rows of its first column.

@@ -1,4 +1,4 @@
-"""The kernel that quantises tiles of x to MXFP8; `quantize_mxfp8.py` says how tiles are chosen, and what they cost."""
+"""The kernel that quantises tiles of x to MXFP8. `quantize_mxfp8.py` says how tiles are chosen and what they cost."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from .tile import (
 
 
 class QuantizeMxfp8(Invariant):
-    """Kernel that quantises x (bfloat16, float16 or float32) to E4M3 with an E8M0 scale for each block.
+    """Kernel that quantises x (bfloat16, float16 or float32) to E4M3, with an E8M0 scale for each block of 32 or 128
+    elements.
 
     Rows of x start at multiples of 16 bytes and hold a multiple of 32 elements.
 
     Args:
-        axis: "row": blocks lie along rows; "col": along columns; "both": the kernel makes both copies.
+        axis: "row": blocks lie along rows; "col": blocks lie along columns; "both": the kernel makes a result of each
+            kind.
         tile: STRIP, which works only for plain scales of blocks of 32 elements; None: the tile that `tile_of` returns,
             which works for all layouts of scales.
     """
@@ -78,7 +80,10 @@ class QuantizeMxfp8(Invariant):
         stream: cuda.CUstream,
     ):
         """Launch one CTA for each tile. CTAs of the same rows have neighbouring indices, since they read the same pages
-        of memory. offs: the address of the group ends (`Reach`); 0: no groups."""
+        of memory.
+
+        offs: the address of the group ends (`Reach`); 0: no groups.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
         self.kernel(x, outputs, offs, num_groups, layout).launch(
@@ -129,16 +134,16 @@ class QuantizeMxfp8(Invariant):
         return values
 
     def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
-        """Return a tensor of `vector` elements of a dtype in global memory, at an address that is aligned to the
-        tensor's size."""
+        """Return a view of `vector` elements of a dtype in global memory. The address is aligned to the view's size."""
         align = self.vector * dtype.width // 8
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     @cute.jit
     def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
-        """Return the row bounds (`Reach`) of the band of 128 rows that begins at row `band`. Group ends must be sorted;
-        they are clamped to x's rows here.
+        """Return the row bounds (`Reach`) of a band of 128 rows. band: the band's first row.
+
+        Group ends must be sorted. They are clamped to x's rows here.
         """
         rows = Int32(x.shape[0])
         end = rows
@@ -200,7 +205,8 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _row_exponents(self, words: cute.Tensor, layout: ScaleLayout, exponents: cute.Tensor):
-        """Write to `exponents`, for each of this thread's rows, the scale byte of the block that holds its 16 bytes.
+        """Find the scale bytes of this thread's rows: for each row, the byte of the block to which the thread's 16
+        bytes belong. The bytes are written to `exponents`.
 
         words: the thread's elements as 32-bit words, [WORDS, rows_per_thread].
         """
@@ -238,10 +244,11 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
-        """Write to `exponents`, for each of this thread's columns, the scale byte of the block that holds its elements.
+        """Find the scale bytes of this thread's columns: for each column, the byte of the block to which the thread's
+        elements belong. The bytes are written to `exponents`.
 
         col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found. A slot is
-        the threads that have the same rows; a block of a column spans several slots.
+        the set of threads that have the same rows; a block of a column spans several slots.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
@@ -271,9 +278,9 @@ class QuantizeMxfp8(Invariant):
     ):
         """Write the scale bytes of this thread's rows (`exponents`) to shared memory (`row_scales`).
 
-        "Block" means a scale block here: BLOCK neighbouring elements of a row, which share a scale. Several threads
-        have elements of a block; one of them writes the scale. The scales of blocks past x's last column are 0; such
-        blocks occur because swizzled scales are stored in whole atoms of 128 rows x 4 blocks.
+        A block is BLOCK neighbouring elements of a row, which share a scale. Several threads have elements of a block;
+        one of them writes the scale. Blocks past x's last column get scale 0. Such blocks exist because swizzled scales
+        are stored in whole atoms of 128 rows x 4 blocks.
         """
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector
@@ -287,7 +294,7 @@ class QuantizeMxfp8(Invariant):
     def _row_exponent(self, exponents: cute.Tensor, row_scales: cute.Tensor, i: int) -> Int32:
         """Return the scale byte of the thread's i-th row.
 
-        It comes from registers or, if these are scarce (`spares_registers`), from shared memory, where
+        The byte comes from registers. If these are scarce (`spares_registers`), it comes from shared memory, where
         `_put_row_scales` wrote it.
         """
         if not self.spares_registers:

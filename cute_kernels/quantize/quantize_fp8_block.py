@@ -1,8 +1,8 @@
-"""Quantisation of rows to FP8 with block scales: x [T, K] to E4M3, and a float32 scale for each 128 elements of a row
+"""Quantisation of rows to FP8 with block scales: x [T, K] to E4M3, with a float32 scale for each 128 elements of a row
 (float_scales.py).
 
-Tiles are the same as in `quantize_mxfp8` by rows. A float32 scale has the size of four E8M0 scales of 32 elements, so
-this kernel, too, moves 3.03 bytes for each element of a 16-bit x.
+Tiles are the same as in `quantize_mxfp8` by rows. A float32 scale has the size of four E8M0 scales of 32 elements. So
+this kernel also moves 3.03 bytes for each element of a 16-bit x.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class QuantizeFp8Block(QuantizeMxfp8):
         self.stores.words(held, strip)
 
     def _row_scales(self, words: cute.Tensor) -> cute.Tensor:
-        """Return, for each of this thread's rows, the scale of the block that holds its 16 bytes of the row."""
+        """Return a scale for each of this thread's rows: that of the block to which the thread's 16 bytes of the row
+        belong."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         scales = cute.make_rmem_tensor(self.rows_per_thread, Float32)
@@ -70,8 +71,8 @@ class QuantizeFp8Block(QuantizeMxfp8):
 
     @cute.jit
     def _hold(self, scales: cute.Tensor, held: cute.Tensor):
-        """Write this thread's scales to `held` in shared memory, where a row's scales are neighbours: four bytes for
-        each 128 columns."""
+        """Write this thread's scales to `held` in shared memory. There, the scales of a row are neighbours, four bytes
+        for each 128 columns."""
         thread, _, _ = cute.arch.thread_idx()
         if thread % self.lanes_per_block == 0:
             block, slot = thread % self.lanes // self.lanes_per_block, thread // self.lanes

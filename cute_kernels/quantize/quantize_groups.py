@@ -1,10 +1,12 @@
 """MXFP8 quantisation by groups: rows [T, K] to E4M3, with a scale (a power of two) for each 32 rows of a column.
 
-A group's first block begins at the group's first row, wherever the group begins, and its last block may be shorter, so
-an expert's numbers depend only on its own rows. Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0
-after a group's last row. Memory has more places for bands than there are bands. A CTA handles one place and 128
-columns: it quantises the place's band like the quantiser by columns (quantize_mxfp8.py), or ends at once if no group
-has the place. Rows may be read by index.
+A group's first block begins at the group's first row, wherever the group begins; its last block may be shorter. So an
+expert's numbers depend only on its own rows.
+
+Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0 after a group's last row. Memory has more places for
+bands than there are bands. A CTA handles one place and 128 columns. It quantises the band at this place as the
+quantiser by columns does (quantize_mxfp8.py), or ends at once if no group has a band there. Rows of x may be read by
+index.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ class QuantizeGroups(QuantizeMxfp8):
     def launch_groups(
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
     ):  # fmt: skip
-        """Launch a CTA for each place that a band may have, and each 128 columns. rows: the address of int32 [T], the
-        index of the row of x for each row of the result; 0: rows of x lie in order."""
+        """Launch a CTA for each pair of a place that a band may have and a range of 128 columns.
+
+        rows: the address of int32 [T], the index of the row of x for each row of the result; 0: rows of x lie in order.
+        """
         self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
         self.kernel_of_groups(x, data, scale, rows, groups).launch(
@@ -81,7 +85,7 @@ class QuantizeGroups(QuantizeMxfp8):
 
     @cute.jit
     def _find(self, groups: Groups, place: Int32) -> Band:
-        """Return the band at a place (`scale_bands.first_place`); called by all threads. Each lane of a warp tests one
+        """Return the band at a place (`scale_bands.first_place`). All threads call this. Each lane of a warp tests one
         group at a time."""
         row, end, before = Int32(0), Int32(0), Int32(0)
         for base in cutlass.range(0, groups.count, WARP, unroll=1):
@@ -95,12 +99,12 @@ class QuantizeGroups(QuantizeMxfp8):
 
     @cute.jit
     def _load_rows(self, x: cute.Tensor, rows: Int64, end: Int32, origin: Origin) -> cute.Tensor:
-        """Load the thread's vector of each of its rows of x, [vector, rows_per_thread], with all loads issued at once.
+        """Load the thread's vector of each of its rows of x, [vector, rows_per_thread]. All loads are issued at once.
 
         Args:
             rows: see `launch_groups`.
-            end: the row after the group's last row. For rows from `end` on, the group's last row is read again, and
-                then replaced by zeros.
+            end: the row after the group's last row. Rows from `end` on are zeros (the group's last row is read for
+                them, and then replaced).
         """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -127,7 +131,7 @@ class QuantizeGroups(QuantizeMxfp8):
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, values: cute.Tensor, end: Int32, origin: Origin,
         places: Int32,
     ):  # fmt: skip
-        """Quantise a band, and store its elements and its atom of 128 x 4 scales.
+        """Quantise a band, and store its elements and its atoms of 128 x 4 scales.
 
         Args:
             values: the thread's elements (`_load_rows`).

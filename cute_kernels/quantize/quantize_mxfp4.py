@@ -1,14 +1,13 @@
-"""Quantisation of weights to MXFP4 along rows: two E2M1 numbers a byte, and a scale (E8M0) for each 32 elements.
+"""Quantisation of weights to MXFP4 along rows: two E2M1 numbers a byte, and an E8M0 scale for each 32 elements.
 
-Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. 4 lanes have 16 bytes
-each of a block, 8 lanes if elements are float32; these lanes find its greatest magnitude (amax) by shuffles. A lane has
-as many 16-byte vectors as a block has lanes, so each lane stores the scale of one block, and a warp a sector of 32
-scales.
+Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. 4 lanes (8 if elements
+are float32) have 16 bytes each of a block, and find its greatest magnitude (amax) by shuffles. A lane has as many
+16-byte vectors as a block has lanes. So each lane stores the scale of one block, and a warp a sector of 32 scales.
 
-The scale is 2^(floor(log2 amax) - 2), so amax / scale is in 4 .. 8; elements are rounded to nearest even, to at most 6.
+The scale is 2^(floor(log2 amax) - 2), so amax / scale is in 4 .. 8. Elements are rounded to nearest even, to at most 6.
 A float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22) and subtracting it again; numbers
-below 1 are rounded with e = 0. As float16, the result times 2^-14 has its two exponent bits and its significand bit
-side by side, including 0 and 0.5, which are subnormal in both formats.
+below 1 are rounded with e = 0. The result times 2^-14, as float16, has the two exponent bits and the significand bit of
+E2M1 side by side. This includes 0 and 0.5, which are subnormal in both formats.
 
 For each element, the kernel reads 2 or 4 bytes and writes 17/32 (half a byte, and 1/32 of a scale). While the bytes of
 a 16-bit element pass at 4.3 TB/s, an SM can issue 17 instructions; the kernel needs 15 an element.
@@ -96,13 +95,13 @@ class QuantizeMxfp4(Invariant):
             vector_at(Uint8, scale + first)[block] = Uint8(mine)
 
     def _block(self, lane: Int32, vector: int | Int32) -> Int32:
-        """Return which of the warp's 32 blocks holds a lane's vector number `vector`."""
+        """Return which of the warp's 32 blocks contains vector number `vector` of a lane."""
         return vector * self.vector_blocks + lane // self.lanes
 
     @cute.jit
     def _load(self, source: Int64, count: Int32, lane: Int32) -> cute.Tensor:
-        """Load this lane's vectors, [vector, lanes]; zeros for blocks past the warp's first `count`. If a warp has all
-        32 blocks, no load is conditional."""
+        """Load this lane's vectors, [vector, lanes]; zeros for vectors of blocks past the warp's first `count`. If a
+        warp has all 32 blocks, no load is conditional."""
         values = cute.make_rmem_tensor((self.vector, self.lanes), self.dtype)
         values.fill(0.0)
         atom = read_once(self.dtype)
@@ -122,7 +121,7 @@ class QuantizeMxfp4(Invariant):
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     def _exponents(self, words: cute.Tensor) -> cute.Tensor:
-        """Return, for each of this lane's vectors, the scale byte of the block that holds it."""
+        """Return the scale byte for each of this lane's vectors: that of the block to which the vector belongs."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.lanes, Int32)
         for i in range(self.lanes):
@@ -142,8 +141,8 @@ class QuantizeMxfp4(Invariant):
         return exponents
 
     def _elements(self, values: cute.Tensor, exponent: Int32) -> Int32:
-        """Return the E2M1 elements of a vector, four bits each, side by side; all 0 if the block has a NaN (exponent
-        255).
+        """Return the E2M1 elements of a vector, four bits each, side by side. All are 0 if the block has a NaN
+        (exponent 255).
 
         exponent: the scale byte of the vector's block. Scales that are not NaN are at most 2^126.
         """

@@ -1,8 +1,10 @@
 """MXFP8 quantisation: x [T, K] to E4M3, with a scale (E8M0) for each block of 32 or 128 elements along rows or columns.
 
-A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay. Only magnitudes are exchanged between
-threads: by shuffles along a row, through 2 or 4 KB of shared memory along a column. A band is 128 rows, a quarter 32
-rows of it; a tile is some rows of a band, times some columns. By the spec's axis:
+A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay. Threads exchange only magnitudes: by
+shuffles along a row, through 2 or 4 KB of shared memory along a column.
+
+A band is 128 rows; a quarter is 32 rows of a band. A tile is some rows of a band by some columns. It depends on the
+spec's axis:
 
     row              2 rows of each quarter of a band, whose swizzled scales share sectors, by 1024 columns; a thread
                      has 16 bytes of each of 8 rows
@@ -12,13 +14,13 @@ rows of it; a tile is some rows of a band, times some columns. By the spec's axi
     both, strips     32 rows by 512 columns; only for plain scales of blocks of 32, which need no whole band
 
 Up to 128 KB of loads are in flight on an SM; 4.3 TB/s at 1 us of latency needs 33 KB. Tiles are wide because of the
-rows' plain scales: storing less than a sector (32 bytes) costs as much as storing two sectors. A row has 4 bytes of
-scales in 128 columns, 8 in 256, 16 in the 512 of a strip, and a whole sector in the 1024 of axis "row".
+plain scales of rows: storing less than a sector (32 bytes) costs as much as storing two sectors. A row has 4 bytes of
+scales in 128 columns, 8 in 256, 16 in a strip's 512 columns, and a whole sector in the 1024 columns of axis "row".
 
-A call moves T K (width + copies (1 + 1/32)) bytes, each once; width is the bytes of an element of x, 2 or 4, and copies
-is 1, or 2 for both axes. For 16-bit x that is 3.03 bytes an element for axis "row", 4.06 for both axes. Instructions do
-not bound the time: the kernel needs 9 an element for axis "row" and 13 for both axes, while an SM can issue 21 and 28
-in the time that these bytes take at 4.3 TB/s.
+A call moves T K (width + copies (1 + 1/32)) bytes, each once. Here width is the bytes of an element of x, 2 or 4;
+copies is 1, or 2 for both axes. For 16-bit x that is 3.03 bytes an element for axis "row", 4.06 for both axes.
+Instructions do not bound the time. The kernel needs 9 instructions an element for axis "row" and 13 for both axes. In
+the time that the bytes take at 4.3 TB/s, an SM can issue 21 and 28.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class RoundMxfp8(QuantizeMxfp8):
     """Kernel that rounds x to the values that it would have in MXFP8, in blocks of 32 along rows. The result has x's
     dtype: the kernel reads T K elements and writes as many.
 
-    `outputs.row_data` is the address of the result [T, K]; other outputs and the layout are ignored.
+    `outputs.row_data` is the address of the result [T, K]. The other outputs and the layout are ignored.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -72,8 +74,8 @@ class RoundMxfp8(QuantizeMxfp8):
 
 
 class Quantize:
-    """Host function of the quantiser. With axis "both" it has a second kernel, with wider tiles (STRIP), which it
-    launches for plain scales of 32 elements."""
+    """Host function of the quantiser. With axis "both" it has two kernels. The second, with wider tiles (STRIP), is
+    launched for plain scales of blocks of 32 elements."""
 
     def __init__(self, spec: QuantizeMxfp8Spec):
         dtype = DTYPES[spec.dtype]

@@ -1,8 +1,10 @@
 """Stores of a tile's scales from shared to global memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md).
 
-Scales of a matrix are [outer, inner]: for blocks along rows, outer is the row and inner the block's index in the row;
-for plain scales of blocks along columns, outer is the index of the block of 32 rows and inner the column. Swizzled
-scales of columns have the column as outer.
+The scales of a matrix are a matrix [outer, inner] themselves:
+
+    blocks along rows                  outer: the row; inner: the block's index in the row
+    blocks along columns, plain        outer: the index of the block of 32 rows; inner: the column
+    blocks along columns, swizzled     outer: the column; inner: the block's index in the column
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ WORD_BYTES = 4
 
 
 class ScaleGrid(NamedTuple):
-    """Swizzled scales [outer_count, block_count] in memory, and where the tile begins in them.
+    """Swizzled scales [outer_count, block_count] in global memory, and the place of a tile in them.
 
     Attributes:
         address: the address of the first scale.
         outer0, block0: position of the tile's first scale.
         outer_count, block_count: the sizes.
-        stop: scales with an outer index from `stop` up to `outer_count` are not stored. The atoms' padding after
-            `outer_count` is stored.
+        stop: scales with an outer index from `stop` up to `outer_count` are not stored. The padding of atoms, after
+            `outer_count`, is stored.
     """
 
     address: Int64
@@ -45,7 +47,7 @@ class ScaleGrid(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Plain (row-major) scales [outer_count, inner_count] in global memory, and where the tile begins in them.
+    """Plain (row-major) scales [outer_count, inner_count] in global memory, and the place of a tile in them.
 
     Attributes:
         address: the address of the first scale.
@@ -61,11 +63,12 @@ class Strip(NamedTuple):
 
 
 class ScaleStores(Invariant):
-    """Methods that store a tile's scales from shared to global memory, called by all threads of a CTA.
+    """Methods that store a tile's scales from shared to global memory. All threads of a CTA call them.
 
     Args:
-        rows: number of rows of the tile, from all four quarters (32 rows each) of a band of 128, or from one quarter.
-        run: number of consecutive rows of a quarter in the tile.
+        rows: number of rows of the tile. They come from all four quarters (32 rows each) of a band of 128 rows, or from
+            one quarter.
+        run: number of consecutive rows that the tile has in a quarter.
         threads: number of threads of the CTA.
     """
 
@@ -75,12 +78,12 @@ class ScaleStores(Invariant):
         self.threads = threads
 
     def below(self, row: int | Int32) -> int | Int32:
-        """Return the offset, in rows of the matrix, of the tile's row number `row` from the tile's first row."""
+        """Return how many rows of the matrix the tile's row number `row` lies below the tile's first row."""
         return row // self.run * QUARTER + row % self.run
 
     @cute.jit
     def strip(self, scales: cute.Tensor, strip: Strip):
-        """Store plain scales one byte at a time. A warp's bytes are neighbours in memory for any width of the matrix.
+        """Store plain scales one byte at a time. For any width of the matrix, a warp's bytes are neighbours in memory.
 
         scales: the tile's scales in shared memory, as a tensor (inner, outer).
         """
@@ -96,7 +99,7 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def words(self, scales: cute.Tensor, strip: Strip):
-        """Store plain scales, four bytes at a time if rows of scales have a multiple of 4 bytes, otherwise by `strip`.
+        """Store plain scales, four bytes at a time if a row of scales has a multiple of 4 bytes, otherwise by `strip`.
 
         scales: the tile's scales in shared memory, as a tensor (inner, outer).
         """
@@ -117,8 +120,8 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def atoms(self, scales: cute.Tensor, grid: ScaleGrid):
-        """Store swizzled scales. A thread stores four scales of one row or column; neighbouring threads store words
-        that are neighbours in the atom.
+        """Store swizzled scales. A thread stores four scales of one row or column as one word. Neighbouring threads
+        store neighbouring words of the atom.
 
         scales: the tile's scales in shared memory, as a tensor (blocks, outer).
         """

@@ -1,5 +1,5 @@
-"""E8M0 scale bytes: byte e means 2^(e - 127), and 255 NaN. Functions that convert bytes to numbers, and that find the
-byte of a block from its greatest magnitude (amax)."""
+"""E8M0 scale bytes: byte e means 2^(e - 127), byte 255 means NaN. The functions convert bytes to numbers, and find a
+block's byte from the block's greatest magnitude (amax)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def magnitude_of(value: Float32) -> Int32:
 
 
 def exponent_of(amax: Float32) -> Int32:
-    """Return a block's scale byte e: 2^(e - 127) is the least power of two, from 2^-127 on, that is not below the
-    float32 quotient amax / 448. Inf gives 0xFE, NaN 0xFF.
+    """Return a block's scale byte e, so that 2^(e - 127) is the least power of two, from 2^-127 on, that is not below
+    the float32 quotient amax / 448. Inf gives 0xFE, NaN gives 0xFF.
 
     From 2^-126 on, e is the quotient's exponent field if its mantissa is 0 (the quotient is a power of two), otherwise
-    one more. Below 2^-126 the quotient is subnormal, with exponent field 0, and 2^-127 has mantissa 0x400000: so e is 0
-    up to this mantissa, and 1 above it.
+    one more. Below 2^-126 the quotient is subnormal and its exponent field is 0. There 2^-127 has mantissa 0x400000, so
+    e is 0 up to this mantissa and 1 above it.
     """
     quotient = (amax * Float32(1 / 448)).bitcast(Int32)
     carry = select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
@@ -48,16 +48,16 @@ def multiplier_of(exponent: Int32) -> Float32:
 
 
 def pairs(dtype: type[cutlass.Numeric]) -> str:
-    """Return the type suffix of the PTX `max` that compares two pairs of 16-bit magnitudes: u16x2, which needs sm_90;
-    on older GPUs (from sm_80 on) the suffix that compares them as floating-point numbers of `dtype`."""
+    """Return the type suffix of the PTX `max` that compares two pairs of 16-bit magnitudes. On sm_90 and later it is
+    u16x2. On older GPUs (from sm_80 on), it is the suffix that compares them as floating-point numbers of `dtype`."""
     if has_packed_integers():
         return "u16x2"
     return "NaN.bf16x2" if dtype is cutlass.BFloat16 else "NaN.f16x2"
 
 
 class Magnitudes:
-    """Operations on magnitudes |x| as unsigned integers in 32-bit words, two in a word if x is 16-bit. The integers are
-    ordered like the numbers, and NaN is above Inf, so a NaN reaches the scale."""
+    """Operations on magnitudes |x|, held as unsigned integers in 32-bit words: two in a word if x is 16-bit, else one.
+    The integers have the same order as the numbers. NaN is above Inf, so a NaN in a block reaches the block's scale."""
 
     def __init__(self, dtype: type[cutlass.Numeric]):
         self.dtype = dtype
@@ -68,10 +68,11 @@ class Magnitudes:
         return word & Int32(self.mask)
 
     def absolute_after(self, word: Int32, other: Int32) -> Int32:
-        """Return `absolute(word)`, computed after `other`, a word of magnitudes on which the result is made to depend.
+        """Return `absolute(word)`, and make the result depend on `other`, a word of magnitudes, so that it is computed
+        after `other`.
 
-        Without this dependence the compiler keeps earlier results or computes all 64 at once, which takes 10 registers
-        too many. `other` has no sign bits, so the mask does not change.
+        Without this dependence, the compiler keeps earlier results or computes all 64 at once, which takes 10 registers
+        too many. `other` has no sign bits, so it does not change the mask.
         """
         return word & (other | Int32(self.mask))
 
@@ -81,7 +82,7 @@ class Magnitudes:
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
 
     def greatest(self, word: Int32) -> Float32:
-        """Return the magnitude in a word, or the greater of its two, as float32."""
+        """Return the magnitude in a word, or the greater of the word's two magnitudes, as float32."""
         pair = cute.make_rmem_tensor(32 // self.dtype.width, self.dtype)
         words = cute.recast_tensor(pair, Int32)
         words[0] = self.max(word, word >> 16) if self.packed else word

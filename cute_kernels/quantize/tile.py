@@ -20,10 +20,10 @@ SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take at most 20 KB; loads in flight need
 
 
 class Outputs(NamedTuple):
-    """Addresses of a quantiser's two results, each E4M3 data [T, K] with E8M0 scales.
+    """Addresses of a quantiser's two results. Each result is E4M3 data [T, K] with E8M0 scales.
 
-    A kernel with axis "row" writes only the first result, one with axis "col" only the second; it ignores the addresses
-    of the other.
+    A kernel with axis "row" writes only the first result, a kernel with axis "col" only the second. Each ignores the
+    addresses of the result that it does not write.
 
     Attributes:
         row_data, row_scale: the result whose blocks (elements that share a scale) lie along rows.
@@ -49,10 +49,14 @@ class ScaleLayout(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Row bounds of a tile: rows from `end` on count as zeros, rows from `stop` on are not stored.
+    """Row bounds of a tile. Rows from `end` on count as zeros; rows from `stop` on are not stored.
 
-    With axis "row", both are the end of the last group. Otherwise groups begin at multiples of 128 rows; end is the end
-    of the tile's group, and stop is T, or 0 if the tile is after the last group. Without groups both are T.
+    The values depend on the spec's axis:
+
+        axis "row"               end and stop are the end of the last group
+        axes "col" and "both"    groups begin at multiples of 128 rows. end is the end of the tile's group; stop is T,
+                                 or 0 if the tile is after the last group
+        without groups           end and stop are T
     """
 
     end: Int32
@@ -77,10 +81,10 @@ class Origin(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Size of a CTA's tile.
+    """Size of a CTA's tile. A band is 128 rows; a quarter is 32 rows of a band.
 
     Attributes:
-        run: number of consecutive rows that the tile has in a quarter (32 rows) of a band of 128 rows.
+        run: number of consecutive rows that the tile has in a quarter.
         quarters: number of quarters from which the tile has rows, 4 or 1.
         columns: number of columns.
         rows_per_thread: number of rows of a thread, which holds 16 bytes of each.
@@ -105,7 +109,9 @@ def read_once(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
 
 
 def tile_of(axis: str, vector: int) -> Tile:
-    """Return the tile that works for all layouts of scales. axis: "row", "col" or "both"; vector: elements of x in 16
-    bytes."""
+    """Return the tile that works for all layouts of scales.
+
+    axis: "row", "col" or "both". vector: number of elements of x in 16 bytes.
+    """
     columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
     return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)

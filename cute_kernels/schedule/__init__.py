@@ -1,1 +1,2 @@
-"""Tile schedulers: they choose a CTA's next tile from group sizes that only the device knows. work.py defines tiles."""
+"""Tile schedulers, which choose a CTA's next tile. They work from group sizes that only the device knows. work.py
+defines tiles."""

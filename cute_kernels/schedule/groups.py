@@ -1,4 +1,4 @@
-"""Group sizes (rows of each expert), which only the device knows, and how kernels read them."""
+"""Group sizes: the number of rows of each expert. Only the device knows them; this file says how kernels read them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..device.gmem import vector_at
 from ..device.warps import inclusive_scan, warp_sum
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
-"""Encodings of group sizes. OFFS: cumulative, the row after the last of each group; SPLITS: the size of each group."""
+"""Encodings of group sizes. OFFS: cumulative; a number is the row after the last row of its group. SPLITS: the size of
+each group."""
 OFFS_OF_CALL = -1
-"""The encoding of int32 offs that the previous kernel of the same call writes: a kernel with this encoding waits until
-the previous kernel has ended, before it reads them."""
+"""The encoding of int32 offs that are written by the previous kernel of the same call. A kernel with this encoding
+waits until the previous kernel has ended before it reads them."""
 
 
 class Groups(NamedTuple):
@@ -23,7 +24,7 @@ class Groups(NamedTuple):
 
     Attributes:
         address: the address of the offs or splits.
-        encoding: OFFS_INT32 or one of the other constants above, which says what the numbers at `address` are.
+        encoding: OFFS_INT32 or another of the constants above, which says what the numbers at `address` are.
         count: number of groups.
         tickets: the address of the counter from which clusters draw tickets (tickets.py); 0: each CTA's tiles are
             fixed.
@@ -48,15 +49,15 @@ def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
 
 
 def int32_at(groups: Groups, index: Int32) -> Int32:
-    """Return the end (offs) or the size (splits) of group `index`, as stored; the encoding must have 32 bits."""
+    """Return number `index` at the address of 32-bit group sizes, as stored: the end (offs) or the size (splits) of the
+    group."""
     return vector_at(Int32, groups.address)[index]
 
 
 @cute.jit
 def group_size(groups: Groups, index: Int32) -> Int32:
-    """Return the size of group `index`, read from splits. The size is clamped to 0 .. `groups.rows`, so that garbage
-    cannot overflow a sum of 32 sizes.
-    """
+    """Return the size of group `index`, read from splits. It is clamped to 0 .. `groups.rows`, so that garbage cannot
+    overflow a sum of 32 sizes."""
     size = Int32(0)
     if groups.encoding == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]
@@ -67,7 +68,7 @@ def group_size(groups: Groups, index: Int32) -> Int32:
 
 
 class GroupRows(NamedTuple):
-    """Rows of 32 consecutive groups, one group in each lane of a warp.
+    """Row ranges of 32 consecutive groups, one group in each lane of a warp.
 
     Attributes:
         present: True if the lane has a group; False past the last group, where begin = end.
@@ -81,10 +82,11 @@ class GroupRows(NamedTuple):
 
 @cute.jit
 def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
-    """Return, in lane i of a warp, where the rows of group base + i begin and end; called by all lanes.
+    """Return, in lane i of a warp, the first row of group base + i and the row after its last. All lanes call this.
 
-    Rows are clamped to the `groups.rows` rows that exist. rows_before: the first row of group `base`, used only if the
-    encoding is sizes (splits).
+    Rows are clamped to the `groups.rows` rows that exist.
+
+    rows_before: the first row of group `base`; used only if the encoding is sizes (splits).
     """
     lane = cute.arch.lane_idx()
     group = base + lane
@@ -107,7 +109,7 @@ def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
 
 @cute.jit
 def last_row_end(groups: Groups) -> Int32:
-    """Return, in every lane of a warp, the row after the last row of all groups; rows from there on belong to no
+    """Return, in every lane of a warp, the row after the last row of all groups. Rows from this row on belong to no
     group."""
     end = Int32(0)
     lane = cute.arch.lane_idx()

@@ -1,8 +1,8 @@
 """Base of the schedulers that mix tiles of light groups (few rows) with tiles of heavy groups (many rows).
 
-Tiles of light groups wait for memory, tiles of heavy groups wait for the tensor cores. In the order of experts all SMs
-would reach groups of one kind at the same time, and either memory or the tensor cores would be idle. So a scheduler
-walks the groups twice at the same time, with one cursor among light groups and one among heavy groups.
+Tiles of light groups wait for memory; tiles of heavy groups wait for the tensor cores. In the order of experts, all SMs
+would reach groups of one kind at the same time, so either memory or the tensor cores would be idle. So a scheduler has
+two cursors, one among light groups and one among heavy groups, and walks both kinds at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cursor(NamedTuple):
 
     Attributes:
         window: the 32 groups that held the cursor's last tile.
-        tiles_before: tiles of this kind before the window.
+        tiles_before: number of tiles of this kind before the window.
     """
 
     window: GroupWindow
@@ -43,9 +43,8 @@ def new_cursor() -> Cursor:
 
 
 class LightGroupScheduler(GroupTileScheduler):
-    """Scheduler that distinguishes light groups (at most `light_rows` rows) from heavy groups. A subclass orders their
-    tiles.
-    """
+    """Scheduler that distinguishes light groups (at most `light_rows` rows) from heavy groups. A subclass decides the
+    order of light and heavy tiles."""
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int):
         super().__init__(tile, groups, grid)
@@ -57,9 +56,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _rows_of(self, group: Int32) -> Int32:
-        """Return the number of rows of a group: end - begin as `group_rows` returns them, even if the sizes add up to
-        more than `groups.rows`.
-        """
+        """Return the number of rows of a group: end - begin as `group_rows` returns them. So it is right even if the
+        sizes add up to more than `groups.rows`."""
         groups = self.groups
         rows = Int32(0)
         if are_offs(groups):
@@ -72,7 +70,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _find(self, cursor: Cursor, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Cursor]:
-        """Return tile number `tile` among the tiles of all groups of a kind (LIGHT or HEAVY), and the advanced cursor.
+        """Find tile number `tile` among the tiles of all groups of a kind (LIGHT or HEAVY). Return the tile and the
+        advanced cursor.
 
         Past the last tile, return `no_work()`. Numbers must increase from call to call.
         """
@@ -89,7 +88,7 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _hand_over(self, ring: WorkRing, state: pipeline.PipelineState, work: WorkTile) -> pipeline.PipelineState:
-        """Put a tile into the ring and return the advanced state; do nothing for `no_work()`."""
+        """Put a tile into the ring and return the ring's advanced state. For `no_work()`, do nothing."""
         if work.expert >= 0:
             ring.put(state, work)
             state.advance()

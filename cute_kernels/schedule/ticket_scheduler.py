@@ -1,4 +1,4 @@
-"""The scheduler of clusters that draw tickets (tickets.py). It puts tiles of light groups between tiles of heavy
+"""The scheduler of clusters that draw tickets (tickets.py). It spreads tiles of light groups between tiles of heavy
 groups."""
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ FEW = 16
 
 
 class TicketScheduler(LightGroupScheduler):
-    """Scheduler that draws tickets. Cluster tiles are numbered: with C clusters, the first tile of cluster c has number
-    c, and ticket t stands for number C + t.
+    """Scheduler that draws tickets. A ticket is a number that stands for a cluster tile (the tiles that the CTAs of a
+    cluster make together). With C clusters, the first tile of cluster c has number c, and ticket t stands for number C
+    + t.
 
     A light group has at most `light_rows` rows: loading its weights takes longer than multiplying them. In the order of
-    experts all SMs would wait for memory at light groups, and leave memory idle at heavy ones (gpt-oss-120b, Dirichlet
+    experts, all SMs would wait for memory at light groups, and leave memory idle at heavy ones (gpt-oss-120b, Dirichlet
     0.5: 5 % of the time). So light and heavy tiles are mixed in the same proportion from begin to end.
 
     Without a counter (`groups.tickets` is 0), each CTA's tiles are fixed, in the order of experts.
@@ -36,7 +37,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Return the number of cluster tiles (tiles that a cluster's CTAs make together) of all light groups, and of
+        """Return two numbers of cluster tiles (tiles that a cluster's CTAs make together): of all light groups, and of
         all heavy groups."""
         light, heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
@@ -48,10 +49,11 @@ class TicketScheduler(LightGroupScheduler):
         return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
-        """Return how many cluster tiles with numbers below `number` are tiles of light groups.
+        """Return how many of the cluster tiles with numbers below `number` are tiles of light groups.
 
         The first C numbers (C = num_clusters) belong to heavy tiles, as far as there are any, then to light tiles. From
-        number C on, light tiles are spread evenly among heavy tiles, or come last if there are few (FEW).
+        number C on, light tiles are spread evenly among heavy tiles; if there are few light tiles (FEW), they come
+        last.
 
         Args:
             number: at least C.
@@ -74,7 +76,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def run_dynamic(self, ring: WorkRing):
-        """Draw tickets until none is left, put each ticket's tile into the ring, and then the end mark.
+        """Draw tickets until none is left, and put each ticket's tile into the ring. Then put the end mark.
 
         Each ticket stands for a tile; one counter serves all clusters.
         """

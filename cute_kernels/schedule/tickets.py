@@ -1,12 +1,13 @@
-"""Tickets: a cluster draws its next tile when it is ready for the tile.
+"""Tickets: numbers of tiles. A cluster draws a ticket from a counter when it is ready for its next tile.
 
-Tiles take different times: some have few rows, some wait for memory. If each cluster's tiles are fixed from the start,
-clusters that began in step drift apart, and weights that several clusters could share in L2 are read from memory once
-for each: 22.6 GB instead of 16 GB for DeepSeek-V3's 256 experts with 256 rows on average (Dirichlet 0.5). If clusters
-draw tickets, neighbouring tiles begin together, and in the last round no cluster waits for a slow one.
+Tiles take different times: some have few rows, some wait for memory. If each cluster's tiles were fixed from the start,
+clusters that began in step would drift apart. Then weights that several clusters could share in L2 would be read from
+memory once for each cluster: 22.6 GB instead of 16 GB for DeepSeek-V3's 256 experts with 256 rows on average (Dirichlet
+0.5). If clusters draw tickets, neighbouring tiles begin together, and in the last round no cluster waits for a slow
+one.
 
 The counter is an int32 in device memory, 0 before and after the kernel. A kernel of n cluster tiles draws n tickets, as
-its schedulers count them; the cluster that draws the last ticket sets the counter to 0. Kernels that may run at the
+its schedulers count them. The cluster that draws the last ticket sets the counter to 0. Kernels that may run at the
 same time have different counters.
 
 If a cluster has two CTAs, the first CTA draws a ticket and sends it to the second CTA, into one of BROADCAST_SLOTS
@@ -31,15 +32,17 @@ NUM_BARRIERS = 2 * BROADCAST_SLOTS
 
 
 def counter(tickets: Int64, position: Int32) -> Int64:
-    """Return the address of the ticket counter of kernel number `position` of a call. Each kernel of a call has its
-    own, since a kernel may begin before the previous one has ended. tickets: the address of the first counter; 0: no
-    tickets, and the result is 0."""
+    """Return the address of the ticket counter of kernel number `position` of a call. Each kernel of a call has its own
+    counter, since a kernel may begin before the previous one has ended.
+
+    tickets: the address of the first counter; 0: no tickets, and the result is 0.
+    """
     return select(tickets != 0, tickets + COUNTER_BYTES * position, Int64(0))
 
 
 class Tickets(Invariant):
-    """The source of tickets for a cluster's scheduler warps: the first CTA's warp draws a ticket and sends it to the
-    second CTA's.
+    """The source of tickets for a cluster's scheduler warps. The scheduler warp of the first CTA draws a ticket and
+    sends it to the second CTA's scheduler warp.
 
     Args:
         counter: the address of the counter.
@@ -57,17 +60,18 @@ class Tickets(Invariant):
 
     @cute.jit
     def make_barriers(self):
-        """Initialise the barriers; called by one warp before the cluster's CTAs see each other's barriers."""
+        """Initialise the barriers. One warp calls this, before the cluster's CTAs see each other's barriers."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(NUM_BARRIERS):
                 cute.arch.mbarrier_init(self.full + i, 1)
 
     @cute.jit
     def take(self, number: Int32, num_tickets: Int32) -> Int32:
-        """Draw the cluster's ticket number `number` (counted by the cluster) and return it in every lane of its
-        scheduler warps.
+        """Draw a ticket, which stands for a tile, and return it in every lane of the cluster's scheduler warps.
 
-        A ticket stands for a tile. num_tickets: tickets that the whole kernel draws.
+        Args:
+            number: how many tickets the cluster drew before.
+            num_tickets: number of tickets that the whole kernel draws.
         """
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
@@ -87,8 +91,8 @@ class Tickets(Invariant):
 
     @cute.jit
     def release(self, number: Int32):
-        """Free the slot of the cluster's ticket number `number`, which has been read. Not called for the last ticket,
-        after which the first CTA may have ended."""
+        """Free the slot of the cluster's ticket number `number`, after it was read. Do not call this for the last
+        ticket, since the first CTA may have ended after it."""
         if const_expr(self.is_pair):
             if cute.arch.block_idx_in_cluster() > 0:
                 with cute.arch.elect_one():

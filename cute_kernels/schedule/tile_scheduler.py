@@ -1,14 +1,14 @@
-"""The tile scheduler: finds a CTA's next output tile from group sizes that only the device knows.
+"""The tile scheduler. It finds a CTA's next output tile from group sizes that only the device knows.
 
-A *cluster tile* is the tiles that the CTAs of a cluster make together. Cluster c of a persistent grid of C clusters
-takes cluster tiles c, c + C, c + 2C, ... of one linear order: experts in order; inside an expert, bands of RASTER_BAND
-row tiles; inside a band, weight tiles outermost. So CTAs that run at the same time share a few weight tiles and a few
-row tiles, both in L2.
+A *cluster tile* is the tiles that the CTAs of a cluster make together. In a persistent grid of C clusters, cluster c
+takes cluster tiles c, c + C, c + 2C, ... of one linear order. The order has experts outermost; inside an expert, bands
+of RASTER_BAND row tiles; inside a band, one weight tile after the other, each with all row tiles of the band. So CTAs
+that run at the same time share a few weight tiles and a few row tiles, both in L2.
 
-One warp of each CTA walks the groups, 32 experts a step, one in each lane, and hands each tile to the other warps
-through a small ring in shared memory. Only this warp reads group sizes, and the latency is hidden by the MMAs of the
-previous tile. ticket_scheduler.py is the variant for clusters that draw tickets, wgrad_scheduler.py the variant for
-weight gradients.
+One warp of each CTA walks the groups, 32 experts a step, one in each lane. It hands each tile to the other warps
+through a small ring in shared memory. Only this warp reads group sizes, and the MMAs of the previous tile hide its
+latency. ticket_scheduler.py is the variant for clusters that draw tickets, wgrad_scheduler.py the variant for weight
+gradients.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class GroupWindow(NamedTuple):
 
 
 class GroupTileScheduler(Invariant):
-    """Scheduler of one CTA's tiles, in the order at the top of this file.
+    """Scheduler of one CTA's tiles. The top of this file has the order of tiles.
 
     Args:
         tile: the CTA's tile and cluster, known at compile time.
         groups: group sizes.
-        grid: cluster tiles of an expert's output.
+        grid: number of cluster tiles of an expert's output.
     """
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
@@ -71,7 +71,8 @@ class GroupTileScheduler(Invariant):
     def _num_clusters(self, rows: Int32) -> Int32:
         """Return the number of cluster tiles of a group of `rows` rows.
 
-        An adaptive cluster, whose two CTAs share either weights or rows, covers an odd row tile two columns at a time.
+        In an adaptive cluster, the two CTAs share either weights or rows. It covers an odd row tile two columns at a
+        time.
         """
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
@@ -83,19 +84,19 @@ class GroupTileScheduler(Invariant):
         return begin + m_tile * self.tile_m
 
     def _is_of(self, kind: str, rows: Int32) -> Boolean:
-        """Return True if a group of `rows` rows is of a kind, LIGHT or HEAVY; light_groups.py defines it."""
+        """Return True if a group of `rows` rows is of a kind, LIGHT or HEAVY. light_groups.py defines this method."""
         raise NotImplementedError
 
     @cute.jit
     def _load_window(
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
-        """Return the window of groups base .. base + 31, read from memory. Lanes past the last group hold empty groups.
+        """Load the window of groups base .. base + 31 from memory. Lanes past the last group hold empty groups.
 
         Args:
             base: index of the first group.
             rows_before, tiles_before: rows and cluster tiles of earlier groups.
-            kind: count only the tiles of this kind of groups (light_groups.py); None: count all tiles.
+            kind: count only the tiles of groups of this kind (light_groups.py); None: count all tiles.
         """
         present, begin, end = group_rows(self.groups, base, rows_before)
         tiles = Int32(0)
@@ -107,8 +108,10 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
-        """Return this CTA's tile in cluster tile `tile`, which lies in one of the window's groups. tiles_before:
-        cluster tiles before the window."""
+        """Return this CTA's tile of cluster tile `tile`, which lies in one of the window's groups.
+
+        tiles_before: number of cluster tiles before the window.
+        """
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
         begin = cute.arch.shuffle_sync(window.begin, lane)
         end = cute.arch.shuffle_sync(window.end, lane)
@@ -124,8 +127,8 @@ class GroupTileScheduler(Invariant):
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
         """Return the coordinates of cluster tile `index` in a grid of `banded` x `swept` cluster tiles.
 
-        The first side is cut into bands of RASTER_BAND tiles, one after the other; each band is swept along the second
-        side.
+        The first side is cut into bands of RASTER_BAND tiles. The order goes through one band after the other, and
+        through each band along the second side.
         """
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
@@ -138,7 +141,7 @@ class GroupTileScheduler(Invariant):
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
-        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on.
+        """Return this CTA's tile of cluster tile `index` of a group: the fields of `WorkTile` from `row` on.
 
         Args:
             begin, end: the group's rows.
@@ -151,12 +154,13 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _adaptive_tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
-        """Return this CTA's tile in an adaptive cluster (whose CTAs share either weights or rows), as `_tile_at` does.
-        The cluster's two CTAs have neighbouring row tiles or, at a group's odd row tile, neighbouring weight tiles.
+        """Return this CTA's tile in an adaptive cluster, as `_tile_at` does. The CTAs of an adaptive cluster share
+        either weights or rows: they have neighbouring row tiles or, at a group's odd row tile, neighbouring weight
+        tiles.
 
-        The odd row tile joins the last band: its cluster tile comes directly after the cluster tiles of the same two
-        weight tiles, so that these are read from memory once. If only one weight tile is left, each CTA has half of the
-        odd row tile's rows.
+        The odd row tile belongs to the last band. Its cluster tile comes directly after the cluster tiles of the same
+        two weight tiles, so that these are read from memory once. If only one weight tile is left, each CTA has half of
+        the odd row tile's rows.
         """
         row_tiles = (end - begin + self.tile_m - 1) // self.tile_m
         pairs, odd = row_tiles // 2, row_tiles % 2
@@ -192,13 +196,13 @@ class GroupTileScheduler(Invariant):
         return bidx // cluster_size, gdim // cluster_size
 
     def run(self, ring: WorkRing) -> None:
-        """Put all of this CTA's tiles into the ring; called by the scheduler warp."""
+        """Put all of this CTA's tiles into the ring. The scheduler warp calls this."""
         self.run_static(ring)
 
     @cute.jit
     def run_static(self, ring: WorkRing):
-        """Put this CTA's tiles into the ring in a fixed order, every C-th cluster tile of C clusters, and then the end
-        mark."""
+        """Put this CTA's tiles into the ring in a fixed order: every C-th cluster tile, for C clusters. Then put the
+        end mark."""
         tile, num_clusters = self._cluster()
         state = ring.producer_state()
         tiles_before = Int32(0)

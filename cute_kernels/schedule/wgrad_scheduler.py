@@ -1,4 +1,4 @@
-"""The scheduler of weight gradients, in which every group has the same tiles, even an empty group.
+"""The scheduler of weight gradients. Here every group has the same tiles, even an empty group.
 
 Tiles of light groups (few rows) come between tiles of heavy groups, since light tiles wait for their stores and heavy
 tiles for their MMAs.
@@ -18,22 +18,24 @@ from .work import WorkRing, no_work
 
 
 class SameTiles(GroupTileScheduler):
-    """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles cover its dw."""
+    """Scheduler of groups that all have the same tiles. In a weight gradient rows are contracted, so a group's tiles
+    cover its dw, whatever its rows."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
         """Return the number of cluster tiles along dw's rows. It does not depend on the group's rows."""
         return self.grid.num_m
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
-        """Return `begin`, the group's first row: each of the group's tiles contracts all of its rows."""
+        """Return `begin`, the group's first row, for every tile. Each tile contracts all rows of the group."""
         return begin
 
     @cute.jit
     def _cluster_tile_at(self, index: Int32, rows: Int32):
-        """Return the row and column, in cluster tiles, of cluster tile `index` of a dw, in bands along its longer side.
+        """Return the row and column, in cluster tiles, of cluster tile `index` of a dw. The order goes in bands along
+        dw's longer side.
 
-        The operand of the shorter side is read again for every band, and stays in L2. For dw2 of Mixtral-8x7B, 4096 x
-        14336, 0.40 GB are read from memory instead of 1.12 GB.
+        So the operand of the shorter side, which is read again for every band, stays in L2. For dw2 of Mixtral-8x7B,
+        4096 x 14336, 0.40 GB are read from memory instead of 1.12 GB.
         """
         num_m, num_n = self.grid.num_m, self.grid.num_n
         m_cluster, n_cluster = self._in_bands(index, num_m, num_n)
@@ -43,10 +45,12 @@ class SameTiles(GroupTileScheduler):
 
 
 class WgradTileScheduler(SameTiles, LightGroupScheduler):
-    """Scheduler of weight gradients that mixes tiles of light and of heavy groups. Cluster c of C takes heavy tiles c,
-    c + C, ... and light tiles C - 1 - c, 2C - 1 - c, ..., each kind in the order of experts, so that a cluster with one
-    heavy tile less has one light tile more. The two kinds are interleaved such that a cluster's progress through its
-    light tiles (by count) matches its progress through its heavy tiles (by rows).
+    """Scheduler of weight gradients that mixes tiles of light and of heavy groups.
+
+    Of C clusters, cluster c takes heavy tiles c, c + C, ... and light tiles C - 1 - c, 2C - 1 - c, ..., each kind in
+    the order of experts. So a cluster with one heavy tile less has one light tile more. The two kinds are interleaved
+    so that a cluster's progress through its light tiles (by count) matches its progress through its heavy tiles (by
+    rows).
 
     Light tiles come in pairs, so that heavy tiles still alternate between the two pingpong warpgroups. If light tiles
     came one by one, all heavy tiles would go to one warpgroup, and no MMAs would run during its epilogues (0.88 of the
@@ -56,7 +60,7 @@ class WgradTileScheduler(SameTiles, LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Return the number of light groups (few rows), and the rows of all heavy groups together."""
+        """Return the number of light groups (few rows), and the sum of the rows of all heavy groups."""
         light, rows_of_heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
@@ -67,8 +71,8 @@ class WgradTileScheduler(SameTiles, LightGroupScheduler):
 
     @cute.jit
     def run(self, ring: WorkRing):
-        """Put the cluster's tiles into the ring, tiles of light groups (few rows) between tiles of heavy groups, and
-        then the end mark."""
+        """Put the cluster's tiles into the ring, with tiles of light groups (few rows) between tiles of heavy groups.
+        Then put the end mark."""
         cluster, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state = ring.producer_state()

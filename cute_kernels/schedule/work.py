@@ -1,4 +1,5 @@
-"""A CTA's output tiles, and the ring in shared memory through which the scheduler warp hands them to other warps."""
+"""A CTA's output tiles, and the ring in shared memory through which the scheduler warp hands tiles to the other
+warps."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ class WorkTile(NamedTuple):
 
     Attributes:
         expert: the group; negative: the end mark, after which there are no tiles.
-        row: in a GEMM the tile's first row, in a weight gradient the group's first row.
+        row: in a GEMM the tile's first row; in a weight gradient the group's first row.
         group_end: the row after the group's last row.
-        m_tile: in a GEMM the index of the row tile in the group, in a weight gradient the index of the tile along
-            dw's rows.
+        m_tile: in a GEMM the index of the row tile in the group; in a weight gradient the index of the tile along dw's
+            rows.
         n_tile: the index of the tile along the columns.
-        pairs_columns: in adaptive clusters, not 0 if the two CTAs have the same rows and neighbouring columns, 0 if
-            they have the same columns and neighbouring rows.
+        pairs_columns: for adaptive clusters. Not 0: the two CTAs have the same rows and neighbouring columns; 0: they
+            have the same columns and neighbouring rows.
     """
 
     expert: Int32
@@ -46,16 +47,16 @@ def no_work() -> WorkTile:
 
 
 class TileGrid(NamedTuple):
-    """Cluster tiles of one expert's output, along m (rows) and n (columns). In a GEMM `num_m` is ignored, since it
-    follows from the group's rows."""
+    """Number of cluster tiles of one expert's output, along m (rows) and n (columns). A GEMM ignores `num_m`, since the
+    group's rows determine it."""
 
     num_m: Int32
     num_n: Int32
 
 
 class WorkRing(Invariant):
-    """Ring of `stages` slots in shared memory through which the scheduler warp hands tiles to `num_consumer_warps`
-    other warps of its CTA. Every one of these warps reads every tile."""
+    """Ring of `stages` slots in shared memory. The scheduler warp writes tiles to it for `num_consumer_warps` other
+    warps of its CTA. Every one of these warps reads every tile."""
 
     def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int, stages: int = STAGES):
         self.stages = stages
@@ -78,7 +79,7 @@ class WorkRing(Invariant):
 
     @cute.jit
     def put(self, state: pipeline.PipelineState, work: WorkTile):
-        """Put one tile into the ring, once a slot is free; called by all lanes of the scheduler warp."""
+        """Put one tile into the ring, once a slot is free. All lanes of the scheduler warp call this."""
         self.pipeline.producer_acquire(state)
         with cute.arch.elect_one():
             for word in cutlass.range_constexpr(SLOT_WORDS):
@@ -87,7 +88,7 @@ class WorkRing(Invariant):
 
     @cute.jit
     def get(self, state: pipeline.PipelineState) -> WorkTile:
-        """Wait for the next tile, copy it and free its slot; called by all lanes of a consumer warp."""
+        """Wait for the next tile, copy it and free its slot. All lanes of a consumer warp call this."""
         self.pipeline.consumer_wait(state)
         work = WorkTile(*[cute.arch.make_warp_uniform(self.slots[word, state.index]) for word in range(SLOT_WORDS)])
         cute.arch.sync_warp()
