@@ -1,8 +1,8 @@
 """The launch of grouped_dglu in 16 bits: (dpreact, act, partials) = grouped_dglu(x, w, preact).
 
-x [T, H] is the gradient of FC2's result, w is FC2's weight w2, preact is the preactivation that FC1 saved. `partials`
-is float32 [tiles of columns, T], whose sum over tiles is the gradient of the row scale. FC2 contracts over I and this
-GEMM over H, so the GEMM transposes w exactly if FC2 does not (`spec.transpose_w`).
+x [T, H] is the gradient of FC2's result. w is FC2's weight w2. preact is the preactivation that FC1 saved. `partials`
+is float32 [tiles of columns, T]; its sum over tiles is the gradient of the row scale. FC2 contracts over I and this
+GEMM over H, so exactly one of the two transposes w: this GEMM if `spec.transpose_w` is False.
 """
 
 from typing import Any
@@ -20,10 +20,7 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Dglu:
-    """Host function that launches a grouped_dglu without adapters.
-
-    Its arguments have the names and meanings of `signatures._dglu`.
-    """
+    """Host function that launches a grouped_dglu without adapters. `signatures._dglu` describes its arguments."""
 
     def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
         self.tile = spec.tile
@@ -45,7 +42,10 @@ class Dglu:
     def _inputs(
         self, act: cute.Tensor, preact: cute.Tensor, scale: Int64, partials: Int64, numbers: tuple[Float32, ...]
     ) -> DgluInputs:
-        """Collect the epilogue's inputs. numbers: the activation's limit, alpha and offset."""
+        """Collect the epilogue's inputs.
+
+        numbers: the activation's constants limit, alpha and offset.
+        """
         sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
         optional = OptionalInputs(Int64(0), Int64(0), scale)
         return DgluInputs(optional, ActivationParams(Int32(0), numbers), act.shape[1], preact, sums)
@@ -70,7 +70,8 @@ class DgluAdapted(Dglu):
 
 
 def trace(spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
+    arguments).
 
     Args:
         gemm_type: the architecture's class of GEMM kernels.

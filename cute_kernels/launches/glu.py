@@ -1,5 +1,5 @@
-"""The launch of grouped_glu, a fused FC1, in 16 bits: act = grouped_glu(x, w), or act and preact if the spec saves the
-preactivation."""
+"""The launch of grouped_glu, a fused FC1, in 16 bits. act = grouped_glu(x, w); if the spec saves the preactivation, act
+and preact are stored."""
 
 from typing import Any
 
@@ -17,10 +17,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Glu:
-    """Host function that launches a grouped_glu that stores only the activation.
-
-    Its arguments have the names and meanings of `signatures._glu`.
-    """
+    """Host function that launches a grouped_glu that stores only the activation. `signatures._glu` describes its
+    arguments."""
 
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any):
         dtype, self.transposed = DTYPES[spec.dtype], spec.transpose_w
@@ -49,8 +47,10 @@ class Glu:
     def _inputs(
         self, w: cute.Tensor, up: Int64 | None, optional: OptionalInputs, params: ActivationParams, glu_layout: Int32
     ) -> Inputs:
-        """Collect the epilogue's inputs. up: the address of the linear half's weights, 0 or None if w has both
-        halves."""
+        """Collect the epilogue's inputs.
+
+        up: the address of the linear half's weights; 0 or None: w has both halves.
+        """
         n = w.shape[2] if self.transposed else weight_rows(w, up)
         return Inputs(optional, params, n, gate=gate_rows(glu_layout, n))
 
@@ -100,7 +100,8 @@ class GluPreactAdapted(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
+    arguments).
 
     gemm_type: the architecture's class of GEMM kernels.
     """

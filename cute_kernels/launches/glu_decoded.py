@@ -18,10 +18,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Glu:
-    """Host function that launches a grouped_glu whose weights' format has no global scales.
-
-    Its arguments have the names and meanings of `signatures._glu`.
-    """
+    """Host function that launches a grouped_glu whose weights' format has no global scales. `signatures._glu` describes
+    its arguments."""
 
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
@@ -60,7 +58,8 @@ class GluWithGlobalScales(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
+    arguments).
 
     Args:
         gemm_type: the architecture's class of GEMM kernels with decoded weights.

@@ -15,10 +15,7 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
-    """Host function that launches a grouped_mm without adapters.
-
-    Its arguments have the names and meanings of `signatures._mm`.
-    """
+    """Host function that launches a grouped_mm without adapters. `signatures._mm` describes its arguments."""
 
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any):
         dtype = DTYPES[spec.dtype]
@@ -38,8 +35,8 @@ class Mm:
 
 
 class MmInHalves(Mm):
-    """The launch of y = x[:, :P/2] w + x[:, P/2:] w_up, with two weights of one shape, for x [T, P]: the data gradient
-    of a gated FC1 whose w1 is two tensors."""
+    """The launch of y = x[:, :P/2] w + x[:, P/2:] w_up for x [T, P], with two weights of one shape. It is the data
+    gradient of a gated FC1 whose w1 is two tensors."""
 
     @cute.jit
     def __call__(
@@ -71,7 +68,8 @@ class MmAdapted(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
+    arguments).
 
     gemm_type: the architecture's class of GEMM kernels.
     """

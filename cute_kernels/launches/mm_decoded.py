@@ -17,10 +17,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
-    """Host function that launches a grouped_mm whose weights' format has no global scales.
-
-    Its arguments have the names and meanings of `signatures._mm`.
-    """
+    """Host function that launches a grouped_mm whose weights' format has no global scales. `signatures._mm` describes
+    its arguments."""
 
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
@@ -61,7 +59,8 @@ class MmWithGlobalScales(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
+    arguments).
 
     Args:
         gemm_type: the architecture's class of GEMM kernels with decoded weights.

@@ -11,10 +11,7 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Wgrad:
-    """Host function that launches a grouped_wgrad.
-
-    Its arguments have the names and meanings of `signatures._wgrad`.
-    """
+    """Host function that launches a grouped_wgrad. `signatures._wgrad` describes its arguments."""
 
     def __init__(self, spec: GroupedWgradSpec, wgrad_type: Any):
         self.wgrad = wgrad_type(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])
@@ -31,7 +28,8 @@ class Wgrad:
 
 
 def trace(spec: GroupedWgradSpec, wgrad_type: Any) -> Traced:
-    """Return (host function that launches the spec's kernel, stand-ins for its arguments), from which to compile.
+    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
+    arguments).
 
     wgrad_type: the architecture's class of weight gradient kernels.
     """

@@ -1,12 +1,12 @@
 """Layout of the float32 scales of weights' blocks of 128 x 128: [E, grid rows, ceil(K / 128)].
 
-A grid row holds the scales of 128 weight rows: weight row r has its scales in grid row r / 128. In layout "concat" each
-half (of I weight rows) of a gated layer has its own grid, one after the other: row i of half h has its scales in grid
-row h ceil(I / 128) + i / 128. If I is a multiple of 128, this is the same grid; otherwise it keeps the rows of the two
-halves in different blocks.
+A grid row holds the scales of 128 weight rows: weight row r has its scales in grid row r / 128. In layout "concat",
+each half (I weight rows) of a gated layer has its own grid, one after the other: row i of half h has its scales in grid
+row h ceil(I / 128) + i / 128. If I is a multiple of 128, both rules give the same grid. Otherwise, the second rule
+keeps the rows of the two halves in different blocks.
 
-So in every layout, rows i to i + 63 of a half have one grid row if i is a multiple of 64: in interleaved layouts they
-are 64 of the 128 weight rows of one block.
+So in every layout, rows i to i + 63 of a half have the same grid row if i is a multiple of 64. In interleaved layouts,
+these rows are 64 of the 128 weight rows of one block.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ SCALE_BYTES = 4
 
 
 class BlockGrid(NamedTuple):
-    """The float32 scales of all experts' weights, one for each block of 128 weight rows by 128 columns.
-
-    A grid row holds the scales of 128 weight rows.
+    """The float32 scales of all experts' weights: one scale for each block of 128 weight rows by 128 columns.
 
     Attributes:
         address: the address of the first expert's scales.
-        rows: number of grid rows of an expert.
+        rows: number of grid rows of an expert. A grid row holds the scales of 128 weight rows.
         half: number of grid rows of one half in layout "concat".
         blocks: number of scales of a grid row.
     """
@@ -44,21 +42,23 @@ class BlockGrid(NamedTuple):
     blocks: Int32
 
     def expert(self, expert: Int32) -> Int64:
-        """Return the address of an expert's scales; for the end mark (a tile with expert < 0), of the first
-        expert's."""
+        """Return the address of an expert's scales. For the end mark (a tile with expert < 0), return the address of
+        the first expert's."""
         return self.address + Int64(cutlass.max(expert, Int32(0))) * (self.rows * self.blocks * SCALE_BYTES)
 
 
 def in_concat(layout: str, gate: GateRows) -> Boolean | bool:
-    """Return True if each half of the weight rows has its own grid (layout "concat"). layout: a key of
-    specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which."""
+    """Return True if each half of the weight rows has its own grid, which is so in layout "concat".
+
+    layout: a key of specs.LAYOUT_FORMS. If it has several layouts, `gate` says at run time which.
+    """
     return layout == "concat" if layout in LAYOUTS else gate.layout == LAYOUTS["concat"]
 
 
 def block_grid(
     address: Int64, layout: str, gate: GateRows, parts: int, weight_rows: Int32, blocks: Int32
 ) -> BlockGrid:  # fmt: skip
-    """Make the grid of experts' scales.
+    """Make the grid of the scales of all experts.
 
     Args:
         layout, gate: the order of weight rows, see `in_concat`.
@@ -72,8 +72,13 @@ def block_grid(
 
 
 def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: int, half: Int32) -> Int32:
-    """Return the grid row (which holds the scales of 128 weight rows) for output column `column` of part 0 (a) or 1
-    (u). half: columns of each part."""
+    """Return the grid row that has the scales of an output column. A grid row holds the scales of 128 weight rows.
+
+    Args:
+        column: the column's index in its part.
+        part: 0 (a) or 1 (u).
+        half: columns of each part.
+    """
     own = part * grid.half + column // BLOCK
     return _chosen(in_concat(layout, gate), own, row_of(layout, gate, column, part, half) // BLOCK)
 

@@ -1,4 +1,4 @@
-"""Views of a group's rows that TMA clips at the group's end, although the descriptor is the same for all groups."""
+"""Views of a group's rows that TMA clips at the group's end. The TMA descriptor is the same for all groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MODE_BOUND = 2**31 - 1
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
     """Make a view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere;
-    see `clipped`.
+    `clipped` does that.
 
-    TMA clips at the bounds of a mode, which a descriptor fixes, but a group may end at any row. So the row mode gets
+    TMA clips at the bounds of a mode. A descriptor fixes these, but a group may end at any row. So the row mode gets
     ROW_BOUND rows and is entered from its end: the coordinate of the group's last row is ROW_BOUND - 1. Two more modes
     correct the address. `wrap`, at coordinate ROW_BOUND, has a stride of WRAP_BYTES less a row, which cancels ROW_BOUND
     rows modulo 2^64. `end` is a second mode of rows, whose coordinate is the group's end. With rows of S bytes:
@@ -34,7 +34,7 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
-    """Return a ragged view's rows from `row` up to, not including, row `end`, without the modes `wrap` and `end`.
+    """Return the rows `row` .. `end` - 1 of a ragged view, without the modes `wrap` and `end`.
 
     row_mode: the mode that counts rows.
     """

@@ -1,4 +1,5 @@
-"""Layout of the E8M0 scales of a matrix's columns, in bands of 128 rows; a group's first band begins at its first row.
+"""Layout of the E8M0 scales of a matrix's columns, in bands of 128 rows. A group's first band begins at the group's
+first row.
 
 A scale is for 32 rows of a column. A column's four scales in a band are a word, and the words of 128 columns are an
 atom of 512 bytes (PTX ISA, "Scale factor layout"). For each 128 columns, memory has a sequence of places for atoms.
@@ -6,9 +7,9 @@ Band number k of group e, whose rows begin at row `begin`, has its atom at place
 
     begin / 128 + e + k
 
-No two groups share a place: a group that ends at row `end` takes at most end / 128 - begin / 128 + 1 places. So places
-follow from a group's first row alone, without a sum over earlier groups, and T / 128 + E places are enough. All atoms
-of the same 128 columns are neighbours.
+No two groups share a place: a group that ends at row `end` takes at most end / 128 - begin / 128 + 1 places. So a
+group's first row alone determines its places, without a sum over earlier groups, and T / 128 + E places are enough. All
+atoms of the same 128 columns are neighbours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ BAND_ROWS = 128
 
 
 class ScaleBands(NamedTuple):
-    """Addresses of a matrix's E8M0 scales, which lie in atoms: 512 bytes, for 128 rows of a group by 128 columns.
+    """Addresses of a matrix's E8M0 scales. The scales lie in atoms of 512 bytes, each for 128 rows of a group by 128
+    columns.
 
     Attributes:
         address: the address of the first atom.
@@ -35,8 +37,14 @@ class ScaleBands(NamedTuple):
     count: Int32
 
     def atom(self, columns: Int32, begin: Int32, group: Int32, band: Int32) -> cute.Tensor:
-        """Return a view of the 512 bytes of an atom: the scales of 128 columns, from 128 * `columns` on, in band number
-        `band` of group `group`, whose rows begin at row `begin`."""
+        """Return a view of the 512 bytes of an atom: the scales of 128 columns in one band of a group.
+
+        Args:
+            columns: the first column, divided by 128.
+            begin: the group's first row.
+            group: the group's index.
+            band: the band's number in the group.
+        """
         place = columns * self.count + first_place(begin, group) + band
         pointer = cute.make_ptr(
             Uint8, self.address + Int64(place) * ATOM_BYTES, cute.AddressSpace.gmem, assumed_align=16

@@ -1,22 +1,22 @@
-"""TMA's view of expert weights: one descriptor for packed weights, for lists of experts and for every GLU layout.
+"""TMA's view of expert weights. One descriptor serves packed weights, lists of experts and every GLU layout.
 
 A TMA descriptor only multiplies coordinates by strides. So the expert is not a dimension of size E but an address:
 coordinates (lo, hi) give an offset from the descriptor's base, lo in units of 16 bytes and hi in units of 1 GiB. An
-expert of a packed tensor is at offset e * stride; the offset of an expert of a list comes from a table.
+expert of a packed tensor is at offset e * stride. The offset of an expert of a list comes from a table.
 
-A gated layer's tile has equally many rows of the activated half (h = 0) and of the linear half (h = 1): two loads
+A gated layer's tile has equally many rows of the activated half (h = 0) and of the linear half (h = 1). Two loads
 (`parts` = 2) fill one shared-memory tile [a rows | u rows], so that both halves of an output are in the same thread's
-accumulators. The layouts differ only in the strides of a half's rows; the table shows shape : stride of dimension i:
+accumulators. The layouts differ only in the strides of a half's rows. The table shows shape : stride of dimension i:
 
     layout         row i of half h            dimension of i          distance of the halves
     concat         h I + i                    I : K                   I K
     interleaved    2 i + h                    I : 2 K                 K
     interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
 
-Kernels are compiled for a layout, or for one of two forms that have their strides at run time: "blocked" has blocks of
-32 rows and serves every layout if a half has whole blocks; "strided" has rows at one stride and serves the first two
-layouts. In "concat" the halves may be two tensors, whose distance is the difference of their addresses; the
-descriptor's base is then the lower address.
+Kernels are compiled for one layout, or for one of two forms, which get their strides at run time. Form "blocked" has
+blocks of 32 rows; it serves every layout if a half has whole blocks. Form "strided" has rows at one stride; it serves
+the first two layouts. In "concat" the halves may be two tensors, whose distance is the difference of their addresses;
+the descriptor's base is then the lower address.
 
 The descriptor has the bounds of i and of k, so a tile past an edge is filled with zeros.
 """
@@ -46,8 +46,8 @@ LINE_BYTES = 128
 
 
 class ExpertAddress(NamedTuple):
-    """Offsets of experts' weights in units of 16 bytes, from the base address of the tensor that `weight_view` returns
-    (the base of its TMA descriptor, if there is one).
+    """Offsets of experts' weights in units of 16 bytes. They count from the base address of the tensor that
+    `weight_view` returns, which is the base of its TMA descriptor, if there is one.
 
     Attributes:
         table: the address of int64 [E], the offset of each expert; 0: weights are packed, at equal distances.
@@ -64,8 +64,8 @@ class ExpertAddress(NamedTuple):
 class GateRows(NamedTuple):
     """The order of a gated layer's weight rows, known at run time.
 
-    Row i of half h (0: a, the activated half; 1: u, the linear half) is weight row
-    i % 32 * step + i / 32 * block + h * half.
+    Row i of half h (0: a, the activated half; 1: u, the linear half) is weight row i % 32 * step + i / 32 * block + h *
+    half.
 
     Attributes:
         layout: the layout's number in specs.LAYOUTS.
@@ -83,7 +83,7 @@ NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
 
 
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
-    """Make the description of the order of an expert's weight rows.
+    """Return the order (`GateRows`) of an expert's weight rows.
 
     Args:
         layout: the layout's number in specs.LAYOUTS.
@@ -102,11 +102,12 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """Make the tensor b of a LoRA adapter's packed matrices, by which low [T, r] is multiplied: low b_e^T with b
-    [E, width, r] or, if transposed, low b_e with b [E, r, width].
+    """Make the tensor b of a LoRA adapter's packed matrices. low [T, r] is multiplied by it: the product is low b_e^T
+    with b [E, width, r] or, if transposed, low b_e with b [E, r, width].
 
-    address: the address of the first matrix. The tensor's first dimension has size 1 instead of E, since kernels
-        address experts by offsets.
+    The tensor's first dimension has size 1 instead of E, since kernels address experts by offsets.
+
+    address: the address of the first matrix.
     """
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
@@ -125,8 +126,8 @@ def weight_view(
     w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
     transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE, up: Int64 | None = None,
 ):  # fmt: skip
-    """Return a view (n, k, lo, hi) of one part of w [E, N, K], and its ExpertAddress. n counts columns of the GEMM's
-    result, k the contraction; (lo, hi) is the offset of an expert and part (see the top of this file).
+    """Return a view (n, k, lo, hi) of one part of w [E, N, K], and the ExpertAddress of w. n counts columns of the
+    GEMM's result, k the contraction. (lo, hi) is the offset of an expert and part (see the top of this file).
 
     Args:
         table: the address of experts' offsets, see `ExpertAddress`; 0: w is packed.
@@ -134,8 +135,8 @@ def weight_view(
         layout: a key of specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which.
         transposed: the GEMM contracts over w's rows, so n is w's last dimension and k its rows. With two parts, these
             are the halves of "concat"; columns of the other layouts stay in memory's order.
-        up: the address of the second part, if it is a tensor of its own, like w; w is then the first part. 0 or None: w
-            has all parts.
+        up: the address of the second part, if it is a tensor of its own, laid out like w; w is then the first part. 0
+            or None: w has all parts.
     """
     _, rows, cols = w.shape
     row_stride = Int64(cols)
@@ -182,16 +183,18 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
 
 
 def part_offset(address: ExpertAddress, part: int) -> Int64:
-    """Return the offset of part 0 or 1 of an expert from the part at the lower address, in units of 16 bytes."""
+    """Return the offset of an expert's part 0 or 1, in units of 16 bytes. It counts from the part at the lower
+    address."""
     return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
-    """Return the index of the weight row that gives column `column` of part 0 (a) or 1 (u) of a gated layer's
-    preactivation.
+    """Return the index of the weight row that gives an output column of a gated layer's preactivation.
 
     Args:
         layout, gate: as in `weight_view`.
+        column: the column's index in its part.
+        part: 0 (a) or 1 (u).
         half: columns of each part.
     """
     if layout not in LAYOUTS:
@@ -210,11 +213,13 @@ def lo_hi(units: Int64) -> tuple[Int32, Int32]:
 
 
 def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
-    """Return True if a tile's weights should be the first to leave L2, because no other tile reads them: the group has
-    only one row tile. row_bytes: bytes of a weight row.
+    """Return True if a tile's weights should be the first to leave L2. This is so if no other tile reads them, because
+    the group has only one row tile.
 
-    Return False if weight rows do not begin at lines of L2, since a line that leaves half-read is read from memory
-    again (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
+    Return False if weight rows do not begin at lines of L2: a line that leaves half-read is read from memory again
+    (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
+
+    row_bytes: bytes of a weight row.
     """
     is_read_once = (work.m_tile == 0) & (work.group_end - work.row <= tile_m)
     return is_read_once & (row_bytes % LINE_BYTES == 0)

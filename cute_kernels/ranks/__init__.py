@@ -1,2 +1,2 @@
-"""Kernels of expert parallelism that store rows to other GPUs (ranks) of the same host, and wait for the other ranks'
-rows."""
+"""Kernels of expert parallelism between GPUs (ranks) of the same host. They store rows to the memory of other ranks,
+and wait for the rows of the other ranks."""

@@ -1,5 +1,5 @@
-"""Dispatch and combine over NVLink: a rank stores rows to other ranks' memory, then writes a message (a word, words.py)
-that says so.
+"""Dispatch and combine over NVLink. A rank stores rows to other ranks' memory, then writes a word: a 64-bit message
+(words.py) that says that the rows are there.
 
     send_tokens   dispatch. Sends token n to every rank that has one of its experts, to row [this rank, n] of that
                   rank's region `rows` (an MXFP8 token's scales to `scales`), and all choices (expert ids) and weights
@@ -7,13 +7,13 @@ that says so.
     send_sums     combine. For every token n that another rank sent, sends the sum of the token's rows on this rank
                   back to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
 
-Regions are described in windows.py. A token's position is its own index, so nothing is counted before the first store,
-and rows lie in the same order in every run. A warp loads 2 KB of a row once and stores them to one rank after the
-other, beginning with the next rank, so that no two ranks begin with the same one. Bytes over the link bound the time:
-an H100 stores 349 GB/s.
+windows.py describes the regions. A token's row in a region is given by its own index, so nothing is counted before the
+first store, and rows lie in the same order in every run. A warp loads 2 KB of a row once and stores them to one rank
+after the other. It begins with the next rank, so that no two ranks begin with the same one. Bytes over the link bound
+the time: an H100 stores 349 GB/s.
 
 The CTA that finishes last, found by an atomic counter (tickets), writes the words and waits for the other ranks' words.
-All other CTAs end: a spinning grid would hold SMs that a kernel of another stream may need, and a peer may depend on
+All other CTAs end. A spinning grid would hold SMs that a kernel of another stream may need, and a peer may depend on
 that kernel.
 """
 
@@ -61,8 +61,15 @@ class Sizes(NamedTuple):
 
 
 class RowVectors(NamedTuple):
-    """The vectors of a row that a lane handles at once: UNROLL vectors with indices first, first + WARP, ..., as far as
-    they are below `vectors`, the row's number of vectors. A vector may have any size."""
+    """The vectors of a row that a lane handles at once. Their indices are first, first + WARP, ...: UNROLL vectors,
+    fewer at the row's end.
+
+    A vector may have any size.
+
+    Attributes:
+        first: the index of the lane's first vector.
+        vectors: the row's number of vectors.
+    """
 
     first: Int32
     vectors: Int32
@@ -80,15 +87,20 @@ def _part(number: Int32, vectors: Int32) -> RowVectors:
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
-    """Return a view of vector number `vector` after an address in global memory. A vector has `words` 32-bit words,
-    whatever its dtype."""
+    """Return a view of a vector in global memory: vector number `vector` after an address. A vector has `words` 32-bit
+    words, whatever its dtype."""
     return run_at(Int32, address, vector * words, words)
 
 
 @cute.jit
 def _load(address: Int64, part: RowVectors, words: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load a lane's vectors, `part`, of the row at an address into registers [words, UNROLL]. A vector has `words`
-    32-bit words."""
+    """Load a lane's vectors of a row into registers [words, UNROLL].
+
+    Args:
+        address: the address of the row.
+        part: the lane's vectors.
+        words: 32-bit words of a vector.
+    """
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
@@ -106,7 +118,7 @@ def _store(address: Int64, part: RowVectors, raw: cute.Tensor, words: cutlass.Co
 class _Send(Invariant):
     """Base of kernels that send rows.
 
-    A warp sends one part of a row at a time: UNROLL vectors a lane (`RowVectors`). There are at most as many CTAs as
+    A warp sends one part of a row at a time: UNROLL vectors a lane (`RowVectors`). The grid has at most as many CTAs as
     can run at the same time. A rank without tokens also launches, since the other ranks wait for its word.
 
         who                       waits for                            then
@@ -156,10 +168,11 @@ class SentTokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Addresses of the choices of N tokens, and of two tables that say where results for these tokens will arrive.
+    """Addresses of the choices of N tokens, and of two tables that say where the other ranks' results for these tokens
+    will arrive in this rank's window.
 
-    `SendTokens` writes the tables when it sends choices. When gradients of the same tokens are sent later, `sum_rows`
-    says to which ranks. The kernels that add a token's results read them at the places that the tables say.
+    `SendTokens` writes the tables when it sends choices. The kernels that add a token's results read the results at
+    these places. When gradients of the same tokens are sent later, `sum_rows` also says to which ranks to send them.
 
     Attributes:
         ids: int32 [N, k], the experts of the choices.
@@ -179,7 +192,7 @@ class Table(NamedTuple):
 
 
 class SendTokens(_Send):
-    """Kernel of dispatch; arguments are described in `layer.kernels`."""
+    """Kernel of dispatch. `layer/kernels.py` describes the arguments."""
 
     @cute.jit
     def __call__(
@@ -220,7 +233,7 @@ class SendTokens(_Send):
 
     @cute.jit
     def _keep(self, operation: Operation, word: Int64, handle: Int64):
-        """Write this dispatch's number, and how many tokens each rank sent, to the handle, which `SendSums` reads.
+        """Write this dispatch's number, and how many tokens each rank sent, to the handle. `SendSums` reads the handle.
 
         Args:
             word: in lane r, the word of rank r.
@@ -236,7 +249,7 @@ class SendTokens(_Send):
     @cute.jit
     def _send_table(self, operation: Operation, table: Table, sizes: Sizes):
         """Send all choices (ids and weights) to all ranks. Ids after the last token are -1, so that a receiver can sort
-        the choices without knowing the number of tokens."""
+        the choices without the number of tokens."""
         warp, warps = self._warps()
         link = operation.link
         first, step = warp * WARP + operation.lane, warps * WARP
@@ -257,8 +270,8 @@ class SendTokens(_Send):
     def _send_rows(self, operation: Operation, tokens: SentTokens, table: Table, sizes: Sizes):
         """Send the rows of tokens, then their scales.
 
-        Warps take parts (pieces of rows or of scales, `_Send`) in turn. The warp after the one that has the last part
-        of the rows takes the first part of the scales, so that with few tokens no warp has two parts.
+        Warps take parts (pieces of rows or of scales, `_Send`) in turn. After the last part of the rows, the next warp
+        takes the first part of the scales. So with few tokens, no warp has two parts.
         """
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
@@ -295,11 +308,11 @@ class SendTokens(_Send):
 
     @cute.jit
     def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
-        """Return a bit mask of the ranks that have an expert of a token.
+        """Return a bit mask of the ranks to which a token is sent: those that have one of its experts.
 
-        The mask follows from the token's choices or, if these were sent before, from the table `sum_rows`. If choices
-        are sent now and `is_first`, also write the token's entries of both tables. Each lane handles one choice, then
-        one rank.
+        The mask follows from the token's choices. If these were sent before, it follows from the table `sum_rows`. If
+        choices are sent now and `is_first`, also write the token's entries of both tables. Each lane handles one
+        choice, then one rank.
         """
         lane = cute.arch.lane_idx()
         ranks = Int32(0)
@@ -347,9 +360,9 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Addresses of the tables (see `Table`) of this rank's own `tokens` tokens, which say where their sums arrive.
+    """Addresses of the tables (see `Table`) of this rank's own tokens, which say where the tokens' sums arrive.
 
-    After a failure, the tables point to the regions' NaN.
+    After a failure, all entries of the tables point to the NaN at the end of their regions.
     """
 
     sum_rows: Int64
@@ -358,7 +371,7 @@ class Back(NamedTuple):
 
 
 class SendSums(_Send):
-    """Kernel of combine; arguments are described in `layer.kernels`."""
+    """Kernel of combine. `layer/kernels.py` describes the arguments."""
 
     @cute.jit
     def __call__(
@@ -396,8 +409,8 @@ class SendSums(_Send):
 
     @cute.jit
     def _invalidate(self, back: Back, sizes: Sizes, link: Link):
-        """Let all entries of the tables point to the NaN at the end of their regions (parts of a rank's window), so
-        that sums by these tables are NaN."""
+        """Let all entries of the tables point to the NaN at the end of their regions, so that sums that follow these
+        tables are NaN. A region is a range of a rank's window."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
             vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most
@@ -407,8 +420,10 @@ class SendSums(_Send):
     @cute.jit
     def _send_rows(self, operation: Operation, rows: Rows, sizes: Sizes, handle: Int64):
         """Send each token's sum back to the rank that sent the token. The order is by token number, then by rank, so
-        that all links are busy at the same time. handle: the dispatch's handle, which says how many tokens each rank
-        sent."""
+        that all links are busy at the same time.
+
+        handle: the dispatch's handle, which says how many tokens each rank sent.
+        """
         warp, warps = self._warps()
         link = operation.link
         parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
@@ -441,12 +456,12 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_sum(self, target: Int64, part: RowVectors, y: Int64, found: Int32, choices: Int32):
-        """Add the rows of y that belong to a token, and store this lane's vectors (`part`) of the sum in the row at
-        address `target`.
-
-        Sums are float32, in the order of choices, and rounded once.
+        """Add the rows of y that belong to a token, and store this lane's vectors of the sum. Sums are float32, in the
+        order of choices, and rounded once.
 
         Args:
+            target: the address of the row to which the sum is stored.
+            part: this lane's vectors.
             found: in lane j, the row of y of the token's j-th choice.
             choices: a mask of the lanes that have a row.
         """

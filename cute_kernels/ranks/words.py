@@ -1,15 +1,16 @@
-"""Words, the 64-bit messages between ranks: they say that a rank has sent, that it is ready, or that it gave up.
+"""Words: the 64-bit messages by which a rank tells the others that it has sent, that it is ready, or that it gave up.
 
-The layout of words and state is in windows.py. An operation (a dispatch or a combine) stores its rows, then writes one
-word to every rank including its own, and ends when the words of all ranks have arrived. The words that a rank reads are
+windows.py has the layout of words and state. An operation (a dispatch or a combine) stores its rows, then writes one
+word to every rank including its own. It ends when the words of all ranks have arrived. The words that a rank reads are
 in its own memory. Each word has one writer, so no atomics or locks are needed.
 
     tokens, sums, enter   written by `publish`, a release after the fence that orders the stores of all CTAs; read by
                           `wait`, an acquire
     abort                 written by `fail` to all ranks except the missing one; a waiting rank looks for it
 
-If rank A is late because it waits for rank B, A began to wait before this rank did. So A's time
-is up first: its abort word, which names B, arrives before this rank's own time is up, and this rank reports B, too.
+A chain of late ranks blames the first: if rank A is late because it waits for rank B, A began to wait before this rank
+did. So A's time is up first. A's abort word, which names B, arrives before this rank's own time is up, and this rank
+also reports B.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def word_at(address: Int64) -> cute.Pointer:
 
 
 def load_word(word: cute.Pointer) -> Int64:
-    """Load a word with acquire semantics: all stores that its writer made before it wrote the word are then visible."""
+    """Load a word with acquire semantics. All stores that the word's writer made before it wrote the word are then
+    visible."""
     return Int64(cute.arch.load(word, Int64, sem="acquire", scope="sys"))
 
 
@@ -78,16 +80,16 @@ def first_of(lanes: Int32) -> Int32:
 
 
 class Operation(Invariant):
-    """An operation of this rank, a dispatch or a combine, as one CTA of its kernel sees it.
+    """An operation of this rank, which is a dispatch or a combine, as one CTA of its kernel sees it.
 
     Attributes:
         link: the connection to the other ranks.
         phase: an index of PHASES.
         word: the kind of word that this operation's ranks wait for, an index of WORDS.
         epoch: this operation's number.
-        has_credit: True if this operation follows the last one in alternation (a combine after its dispatch, or a
-            dispatch after a combine or as the first operation). The words of the last operation then say that all ranks
-            have read what was sent before.
+        has_credit: True if this operation alternates with the last one: a combine after its dispatch, or a dispatch
+            after a combine or as the first operation. Then the words of the last operation say that all ranks have read
+            what was sent before.
         peer: the rank whose word this lane reads: the lane's index, at most world - 1.
     """
 
@@ -118,16 +120,16 @@ class Operation(Invariant):
         return word_at(self.region("words", rank) + place * WORD_BYTES)
 
     def has_failed(self) -> Boolean:
-        """Return True if this operation (a dispatch or a combine) or an earlier one has failed; after a failure nothing
+        """Return True if this operation (a dispatch or a combine) or an earlier one has failed. After a failure nothing
         is sent."""
         return cute.arch.load(self._state_at("error"), Int64, sem="acquire", scope="gpu") != 0
 
     @cute.jit
     def begin(self):
-        """Wait until this CTA may store to peers; called by the whole CTA.
+        """Wait until this CTA may store to peers. The whole CTA calls this.
 
-        If dispatches and combines alternate, the words of the previous operation say that all ranks have read what was
-        sent before. Otherwise each rank says so by an `enter` word, for which this method waits.
+        Peers must have read what was sent to them before. If dispatches and combines alternate, the words of the
+        previous operation say so. Otherwise each rank says so by an `enter` word, for which this method waits.
         """
         if not self.has_credit:
             thread, _, _ = cute.arch.thread_idx()
@@ -139,8 +141,8 @@ class Operation(Invariant):
 
     @cute.jit
     def is_last(self) -> Boolean:
-        """Return True in the CTA that finishes last: all other CTAs have finished their stores. Called by one warp
-        after its CTA's stores."""
+        """Return True in the CTA that finishes last, after all other CTAs have finished their stores. One warp of each
+        CTA calls this, after its CTA's stores."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         ticket = Int32(0)
@@ -153,9 +155,9 @@ class Operation(Invariant):
 
     @cute.jit
     def publish(self, kind: cutlass.Constexpr[int], content: Int64):
-        """Write this rank's word (a 64-bit message) of a kind (an index of WORDS) to every rank; called by one warp.
+        """Write this rank's word (a 64-bit message) to every rank. One warp calls this.
 
-        content: the word's low 24 bits.
+        kind: an index of WORDS. content: the word's low 24 bits.
         """
         cute.arch.fence_acq_rel_sys()
         if self.lane < self.link.world:
@@ -164,8 +166,11 @@ class Operation(Invariant):
 
     @cute.jit
     def wait(self, kind: cutlass.Constexpr[int]) -> Int64:
-        """Wait for the words (64-bit messages) of a kind from all ranks; called by one warp. Lane r returns the word of
-        rank r. Call `fail` if a word does not arrive in time, or if a rank gave up or is in another operation."""
+        """Wait for the words (64-bit messages) of a kind from all ranks, and return in lane r the word of rank r. One
+        warp calls this.
+
+        Call `fail` if a word does not arrive in time, or if a rank gave up or is in another operation.
+        """
         mine = self._word(self.link.rank, kind, self.peer)
         begin = cute.arch.globaltimer()
         word, error, missing = Int64(0), Int64(0), Int32(-1)
@@ -190,21 +195,21 @@ class Operation(Invariant):
         return word
 
     def _stamp(self, kind: int) -> Int64:
-        """Return this operation's number at the position that it has in words of a kind: the upper 40 bits; in `enter`
-        words, which may be arbitrarily old, all 64 bits."""
+        """Return this operation's number as it stands in words of a kind. It is in the upper 40 bits; in `enter` words,
+        which may be arbitrarily old, it takes all 64 bits."""
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 
     def _ahead(self, kind: int, word: Int64) -> Int64:
-        """Compare a word's operation with this one: return a number > 0 if a later operation wrote the word, 0 if this
-        one did, < 0 if an earlier one did. The word's status and count are ignored.
-        """
+        """Compare the operation that wrote a word with this one. Return a number > 0 if the writer is a later
+        operation, 0 if it is this one, < 0 if it is an earlier one. The word's status and count are ignored."""
         number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
         return number - self._stamp(kind)
 
     @cute.jit
     def _elsewhere(self, kind: cutlass.Constexpr[int]) -> Int32:
-        """Return a bit mask of the ranks that are in another operation: their operation with this number has the other
-        phase, or they wrote an `enter` word for it although this rank needs none (has_credit)."""
+        """Return a bit mask of the ranks that are in another operation. There are two signs of this: the rank's
+        operation with this number has the other phase, or the rank wrote an `enter` word for it although this rank
+        needs none (has_credit)."""
         other, rank = 1 - self.word, self.link.rank
         is_elsewhere = self._ahead(other, load_word(self._word(rank, other, self.peer))) == 0
         if const_expr(kind != ENTER):
@@ -214,7 +219,7 @@ class Operation(Invariant):
 
     @cute.jit
     def _error_of_peers(self) -> Int64:
-        """Return the abort word of the lowest rank that gave up; 0: no rank did."""
+        """Return the abort word of a rank that gave up, the lowest if several did; 0: no rank did."""
         abort = WORDS.index("abort")
         error = load_word(self._word(self.link.rank, abort, self.peer))
         telling = Int32(cute.arch.vote_ballot_sync(error != 0))
@@ -228,8 +233,8 @@ class Operation(Invariant):
 
     @cute.jit
     def compare(self, word: Int64, status: Int32):
-        """Call `fail` if a rank's `tokens` word says that the rank refused its tokens, or that their format differs
-        from this rank's.
+        """Call `fail` if a rank's `tokens` word shows a problem: the rank refused its own tokens, or their format
+        differs from this rank's.
 
         Args:
             word: in lane r, the word of rank r.
@@ -245,9 +250,11 @@ class Operation(Invariant):
 
     @cute.jit
     def fail(self, error: Int64):
-        """Record an error (`windows.failure`) for the host and for later kernels, and write it as abort word to all
-        ranks except the suspect (the rank that the error names); called by one warp. A rank's first error is kept;
-        later ones are not recorded."""
+        """Record an error (`windows.failure`) for the host and for later kernels. Write it as abort word to all ranks
+        except the suspect, which is the rank that the error names. One warp calls this.
+
+        Only a rank's first error is recorded.
+        """
         first = Int64(0)
         if self.lane == 0:
             first = cute.arch.atomic_cas(self._state_at("error"), cmp=Int64(0), val=error, sem="acq_rel", scope="gpu")
@@ -260,7 +267,7 @@ class Operation(Invariant):
 
     @cute.jit
     def end(self, last: Int64, latest: Int64):
-        """Record the end of the operation in the state; called by one warp.
+        """Record the end of the operation in the state. One warp calls this.
 
         Operations are counted even after a failure.
 
