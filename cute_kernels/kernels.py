@@ -1,7 +1,7 @@
-"""`Kernel`: an entry of the tables in `layer/kernels.py` and `mhc/kernels.py`, which list kernels that take only
-addresses and numbers.
+"""`Kernel`: an entry of the tables in `layer/kernels.py` and `mhc/kernels.py`. These tables list the kernels that take
+only addresses and numbers.
 
-The tables determine these kernels' names, signatures and modules, and which of them bundles ship.
+The tables determine these kernels' names, signatures and modules, and which of them bundles (compiled libraries) ship.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 from .arguments import Signature
 
 ANY = ("float32",)
-"""The value of `Kernel.dtypes` for kernels that take any dtype or read no tokens; their specs have "float32"."""
+"""The value of `Kernel.dtypes` for kernels that take any dtype or read no tokens. Their specs have dtype "float32"."""
 
 
 class Kernel(NamedTuple):
     """A kernel, or a chain of several kernels (`chains`).
 
     Attributes:
-        arguments: the function's arguments; None for a chain, whose arguments follow from its steps.
+        arguments: the function's arguments; None for a chain, whose steps determine its arguments.
         module: the module of this package that makes the kernel; empty for a chain.
-        dtypes: dtypes of tokens, rows or residual streams that the kernel can be compiled for; ANY: its name has no
+        dtypes: dtypes of tokens, rows or residual streams for which the kernel can be compiled; ANY: its name has no
             dtype.
         ships: the dtypes for which bundles (compiled libraries) export it; empty: it is only a step of chains.
-        is_sized: the kernel is compiled for a maximal number of experts, each of `layer.kernels.CAPACITIES`.
-        counts: numbers of residual streams that it is compiled for; empty: all of `mhc.kernels.COUNTS`.
+        is_sized: the kernel is compiled for several maximal numbers of experts, `layer.kernels.CAPACITIES`.
+        counts: numbers of residual streams for which it is compiled; empty: all of `mhc.kernels.COUNTS`.
     """
 
     arguments: Signature | None = None

@@ -1,5 +1,5 @@
 """Lookups that start from a spec: its GEMMs, the module that makes a stage's kernel and host launch, and the order in
-which its GEMMs add. A stage is a single kernel. Plain Python, like `specs`."""
+which its GEMMs add. A stage is one kernel with its host launch. Plain Python, like `specs`."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ _GEMMS: dict[type, str] = {
 }  # fmt: skip
 
 FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"
-"""The module that has the activations' formulas, and the module through which kernels compute them. A module that
-imports only the first reads formulas' names, so a changed formula does not change its kernels."""
+"""FORMULAS: the module that has the activations' formulas. READS_FORMULAS: the module through which kernels compute
+formulas.
+
+A module that imports only FORMULAS reads the formulas' names, so a changed formula does not change its kernels.
+"""
 
 
 def formulas_of(spec: Spec) -> tuple[str, ...]:
-    """Return the names of the formulas that a stage's kernel may compute, supposing that its module imports
+    """Return the names of the formulas that a stage's kernel may compute, if the kernel's module imports
     READS_FORMULAS."""
     if isinstance(spec, (GroupedGluSpec, DgluSpec)):
         return ACTIVATION_FORMS[spec.activation]
@@ -79,9 +82,9 @@ def _module(spec: Spec) -> str:
 
 
 def tracer_of(spec: Spec) -> str:
-    """Return "module:trace", the import path of the function that traces a stage (a single kernel).
+    """Return "module:trace", the import path of the function that traces a stage (one kernel with its host launch).
 
-    That function takes the stage's spec, and returns a jitted host function with stand-ins for its arguments
+    That function takes the stage's spec. It returns a jitted host function with stand-ins for the function's arguments
     (`tracing.Traced`). Of the kernels' sources, a compiled object depends only on this module and on the modules that
     it imports.
 
@@ -92,8 +95,8 @@ def tracer_of(spec: Spec) -> str:
 
 
 def draws_tickets(spec: Spec) -> bool:
-    """Return True if a spec has a GEMM whose clusters take their tiles by tickets (`GemmPolicy`), so that calls must
-    pass a counter."""
+    """Return True if a spec has a GEMM whose clusters take their tiles by tickets (`GemmPolicy`). Calls must then pass
+    a counter."""
     return any(policy_of(stage.arch).gemm_policy(stage).tickets for stage in gemms_of(spec))
 
 
@@ -106,6 +109,6 @@ def gemms_of(spec: Spec) -> tuple[GemmSpec, ...]:
 def accumulations_of(spec: Spec) -> tuple[Accumulation, ...]:
     """Return the order in which each GEMM of a spec adds its products, one item for each GEMM.
 
-    Two specs that differ in their tiles alone and have the same orders give every row the same bits.
+    If two specs differ only in their tiles and have the same orders, every row has the same bits with both.
     """
     return tuple(policy_of(stage.arch).accumulation(stage) for stage in gemms_of(spec))

@@ -1,8 +1,8 @@
-"""Stand-ins (fake tensors, numbers and streams) with which a stage's host function is compiled, made from its
-signature.
+"""Stand-ins (fake tensors, numbers and streams) for the arguments of a stage's host function. The function is compiled
+with them. They are made from the function's signature; a stage is one kernel with its host launch.
 
-Stand-ins have run-time shapes. At each call TVM-FFI checks tensors' dtype, rank, strides, alignment, equal dimensions
-and device. Optional arguments and arguments of varying type are addresses, 0 if absent.
+Stand-ins have run-time shapes. At each call, TVM-FFI checks the tensors' dtype, rank, strides, alignment, equal
+dimensions and device. Optional arguments and arguments of varying type are addresses, 0 if absent.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ALIGNMENT_BITS = 128  # TMA requires this of addresses and strides
 
 
 class _StandIns:
-    """Maker of the stand-ins of one function's arguments. Sizes of the same name become the same symbol, so that every
-    call checks that they are equal."""
+    """Maker of the stand-ins of one function's arguments. Dimensions of the same name become the same symbol, so that
+    every call checks that their sizes are equal."""
 
     def __init__(self, signature: Signature):
         self.divisors = dict(signature.divisors)
@@ -78,11 +78,11 @@ class _StandIns:
 
 
 Traced = tuple[Any, tuple]
-"""A pair of a host function and the arguments to compile it with."""
+"""A host function, and the arguments with which to compile it."""
 
 
 def traced(spec: Spec, host: Any) -> Traced:
-    """Return a stage's host function with stand-ins for its arguments.
+    """Return a stage's host function and the stand-ins for its arguments.
 
     host: an object whose __call__ is the host function. Raises SpecError if its parameters' names differ from the
     signature's.

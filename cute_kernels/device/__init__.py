@@ -1,1 +1,1 @@
-"""Building blocks of every kernel: memory by address, lanes of a warp, selects, vectors."""
+"""Building blocks of every kernel: access to memory by address, exchanges between lanes of a warp, selects, vectors."""

@@ -1,4 +1,4 @@
-"""Values that the compiler computes again instead of keeping them in registers."""
+"""A way to make the compiler compute values again, instead of keeping them in registers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from cutlass import Int32
 
 
 def opaque(value: Int32) -> Int32:
-    """Return `value` through an instruction that hides from the compiler that both are equal.
+    """Return `value`, through an instruction that hides from the compiler that the result equals `value`.
 
-    So the compiler neither keeps results that it computed earlier from `value`, nor moves computations with the
-    returned number out of a loop.
+    So the compiler does not reuse results that it computed from `value` before, and does not move computations with the
+    result out of a loop.
     """
     return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]))

@@ -1,4 +1,4 @@
-"""Choice between two values without a branch: both are computed and one is taken."""
+"""Choice between two values without a branch: both values are computed, and one is taken."""
 
 from __future__ import annotations
 

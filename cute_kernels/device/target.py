@@ -14,7 +14,8 @@ HOPPER = (9, 0)
 
 
 def _target() -> str:
-    """Return the architecture that this process compiles for, for example sm_90a; the DSL reads the same variable."""
+    """Return the architecture that this process compiles for, for example sm_90a. It is read from the variable that the
+    DSL itself reads."""
     return os.environ["CUTE_DSL_ARCH"]
 
 
@@ -29,32 +30,33 @@ def has_packed_integers() -> bool:
 
 
 def is_for_hopper_alone() -> bool:
-    """Return True if the target is sm_90a, whose kernels serve only Hopper.
+    """Return True if the target is sm_90a, whose kernels run only on Hopper.
 
-    Shared kernels are compiled for six other architectures, and must not spill registers on any of them.
+    Kernels for all GPUs are compiled for six other architectures, and must not spill registers on any of them.
     """
     return ARCHS[_target()].folder == "sm90"
 
 
 def has_fp8() -> bool:
-    """Return True if kernels convert to FP8 in hardware: only Hopper's own kernels do.
+    """Return True if kernels convert to FP8 by the hardware's instructions. Only Hopper's own kernels do.
 
-    All other kernels convert by arithmetic: sm_80 and sm_86 have no such conversions, and an H100 can then test the
-    code that all other GPUs run.
+    All other kernels convert by arithmetic. There are two reasons: sm_80 and sm_86 have no such instructions, and an
+    H100 can then test the code that all other GPUs run.
     """
     return is_for_hopper_alone()
 
 
 def has_float_pairs() -> bool:
-    """Return True if the GPU has an instruction that adds two float32 numbers to two others at once. Its operands are
-    pairs of registers, so a kernel that uses it needs more registers.
-    """
+    """Return True if the GPU has an instruction that adds two pairs of float32 numbers at once. Its operands are pairs
+    of registers, so a kernel that uses it needs more registers."""
     return capability(_target())[0] == 10
 
 
 def is_plain(construct: str) -> bool:
-    """Return True if kernels must be compiled without a construct (a key of architectures.CONSTRUCTS), because
-    $GLULAM_PLAIN names it (plain.py)."""
+    """Return True if kernels must be compiled without a construct, because $GLULAM_PLAIN names it (plain.py).
+
+    construct: a key of architectures.CONSTRUCTS.
+    """
     return construct in plain_in(_target())
 
 
@@ -64,19 +66,19 @@ def smem_of_cta() -> int:
 
 
 def early(wanted: Any) -> Any:
-    """Return the `use_pdl` of a launch: `wanted` if the GPU has programmatic dependent launch, else False."""
+    """Return the argument `use_pdl` of a launch: `wanted` if the GPU has programmatic dependent launch, else False."""
     return wanted if has_early_launch() else False
 
 
 def wait_for_earlier() -> None:
-    """Wait until the previous kernel has ended, on GPUs where this kernel may begin earlier (programmatic dependent
-    launch)."""
+    """Wait until the previous kernel has ended. This matters on GPUs with programmatic dependent launch, where this
+    kernel may begin before that."""
     if has_early_launch():
         cute.arch.griddepcontrol_wait()
 
 
 def let_next_begin() -> None:
-    """Let the next kernel begin, on GPUs with programmatic dependent launch; that kernel itself waits where it needs
-    this kernel's results."""
+    """Let the next kernel begin, on GPUs with programmatic dependent launch. Where the next kernel needs this kernel's
+    results, it waits by itself (`wait_for_earlier`)."""
     if has_early_launch():
         cute.arch.griddepcontrol_launch_dependents()

@@ -1,4 +1,5 @@
-"""Loads and stores of vectors of 16 bytes, and of tensors whose dtype is a run-time value, here called parameters."""
+"""Loads and stores of vectors of 16 bytes, and of parameters. A parameter is a tensor whose dtype is a run-time
+value."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ CODE_BITS = 2
 
 
 def elements(dtype: type[cutlass.Numeric]) -> int:
-    """Return how many elements of `dtype` a vector of 16 bytes has."""
+    """Return the number of elements of `dtype` in a vector of 16 bytes."""
     return VECTOR_BYTES * 8 // dtype.width
 
 
 def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: int) -> cute.Tensor:
-    """Return a view of `count` elements in global memory, from element `first` after `address` on. `first` must be a
-    multiple of `count`, and `address` aligned to 16 bytes."""
+    """Return a view of `count` elements in global memory: those from element `first` after `address` on.
+
+    `first` must be a multiple of `count`, and `address` aligned to 16 bytes.
+    """
     itemsize = dtype.width // 8
     align = min(VECTOR_BYTES, count * itemsize)
     # The alignment is assumed, since `Pointer.align` rounds at run time.
@@ -30,8 +33,8 @@ def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: in
 
 
 def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
-    """Return a view of `count` elements in shared memory at `pointer`, which must be aligned to their total size, or to
-    16 bytes if they are larger."""
+    """Return a view of `count` elements in shared memory at `pointer`. The pointer must be aligned to the size of all
+    elements together, or to 16 bytes if that is more."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
     first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
     return cute.make_tensor(first, cute.make_layout(count))
@@ -39,7 +42,7 @@ def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -
 
 def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:
     """Load vector number `vector` (16 bytes) after `address` into registers of `dtype`. Elements are not converted to
-    float32 here, since a conversion would wait for the load."""
+    float32 here, since the conversion would wait for the load."""
     count = elements(dtype)
     raw = cute.make_rmem_tensor(count, dtype)
     raw.store(run_at(dtype, address, vector * count, count).load())
@@ -62,8 +65,10 @@ def store_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64, va
 
 
 def dtype_code(forms: Int32, parameter: int) -> Int32:
-    """Return the code (dtypes.PARAM_FORMS) of the dtype of parameter number `parameter`. forms: the codes of several
-    parameters, CODE_BITS bits each."""
+    """Return the code (dtypes.PARAM_FORMS) of the dtype of parameter number `parameter`.
+
+    forms: the codes of several parameters in one integer, CODE_BITS bits each.
+    """
     return (forms >> (CODE_BITS * parameter)) & ((1 << CODE_BITS) - 1)
 
 
@@ -87,8 +92,12 @@ def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Conste
 
 @cute.jit
 def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor):
-    """Round float32 registers to the dtype of the parameter at `address`, and store them from element `first` on, a
-    multiple of their number. code: the code of the dtype, see `dtype_code`."""
+    """Round float32 registers to the dtype of the parameter at `address`, and store them from element `first` on.
+
+    Args:
+        code: the code of the parameter's dtype, see `dtype_code`.
+        first: a multiple of the number of registers.
+    """
     count = const_expr(cute.size(values))
     if code == BF16:
         run_at(BFloat16, address, first, count).store(values.load().to(BFloat16))
@@ -100,8 +109,10 @@ def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor)
 
 @cute.jit
 def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
-    """Round a float32 number to the dtype of the parameter at `address`, and store it as element `index`. code: the
-    code of the dtype, see `dtype_code`."""
+    """Round a float32 number to the dtype of the parameter at `address`, and store it as element `index`.
+
+    code: the code of the parameter's dtype, see `dtype_code`.
+    """
     values = cute.make_rmem_tensor(1, Float32)
     values[0] = value
     store_params(address, code, index, values)

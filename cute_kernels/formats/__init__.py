@@ -1,8 +1,8 @@
 """Formats of matrices, and the pairs of formats that GEMMs multiply. Plain data, which the host reads without a
 compiler.
 
-A new format takes a file with its `Format`s, and a row of `OPERANDS` for each pair in which a GEMM multiplies it.
-Kernels decode a format by its element type and its scale type (`cute_kernels/decoding/`).
+To add a format, write a file with its `Format`s, and add a row to `OPERANDS` for each pair in which a GEMM multiplies
+it. Kernels decode a format by its element type and its scale type (`cute_kernels/decoding/`).
 """
 
 from __future__ import annotations

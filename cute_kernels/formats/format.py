@@ -14,9 +14,9 @@ int32 word holds eight elements, in the order in which GEMMs decode them."""
 WORD_ELEMENTS = 8
 WORD_BITS = 32
 LOAD_BITS = 128
-"""Bits of the smallest load of elements; a row fills a whole number of such loads."""
+"""Bits of the smallest load of elements. A row must be a whole number of such loads."""
 ROW = -1
-"""The value of `Format.block` if one scale serves a whole row. Such weights are called folded (docs/mxfp8.md)."""
+"""The value of `Format.block` if a whole row has one scale. Such weights are called folded (docs/mxfp8.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Format:
         name: the format's name in names of functions; "": 16-bit elements.
         element: the type of an element, a key of BITS.
         scale: the type of a scale, a key of BITS; "": no scales.
-        block: elements along the contraction that share a scale, or ROW.
+        block: number of elements along the contraction that share a scale, or ROW.
         copies: how many equal copies of each block's scale memory holds, one after the other.
-        has_global: float32 global scales multiply all scales: one for all experts, one for each expert, or one for each
-            half of an expert.
+        has_global: float32 global scales multiply all scales. There is one for all experts, one for each expert, or one
+            for each half of an expert.
         row_binades: for formats in which each row has a power-of-two scale besides the scales of its blocks: how many
             powers of two the scales of a row's blocks may be apart. 0: rows have no such scale.
-        rows: neighbouring rows that share a scale; the last group of rows may be smaller.
+        rows: number of neighbouring rows that share a scale; the last group of rows may be smaller.
         whole: True if a row consists of whole blocks, False if its last block may be shorter.
         holds: for 16-bit elements, the format to whose values they are rounded; None: any values.
     """
@@ -64,9 +64,9 @@ class Format:
         return WORD if self.bits < 8 else self.element or own
 
     def columns(self, letter: str) -> str:
-        """Return the name that a signature gives the last dimension of the weight's or x's tensor.
+        """Return the name of a tensor's last dimension in signatures, for the tensor of weights or of x in this format.
 
-        `letter`, the name for the number of a row's elements; or "<letter>/8" if a word holds eight elements.
+        It is `letter`, the name for the number of a row's elements; or "<letter>/8" if a word holds eight elements.
         """
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
@@ -76,7 +76,7 @@ class Format:
 
     @property
     def scale_step(self) -> int:
-        """Elements of a row for each scale in memory; ROW if a row has one scale."""
+        """Number of elements of a row for each scale in memory; ROW if a row has one scale."""
         return self.block // self.copies
 
     def num_scales(self, elements: Any) -> Any:
@@ -86,15 +86,13 @@ class Format:
         return elements // step if self.whole else (elements + (step - 1)) // step
 
     def scale_words(self, elements: int) -> int:
-        """Return how many whole 32-bit words the scales of `elements` elements fill; 0 if they fill less than a
-        word."""
+        """Return how many whole 32-bit words the scales of `elements` elements fill; 0 if they do not fill one."""
         return int(self.num_scales(elements)) * BITS[self.scale] // WORD_BITS
 
     @property
     def multiple(self) -> int:
-        """Number that must divide a row's number of elements: a row is whole loads of 16 bytes and, if the format
-        requires it, whole blocks.
-        """
+        """Number that must divide the number of elements of a row. A row must be whole loads of 16 bytes and, if the
+        format requires it, whole blocks."""
         return max(self.scale_step if self.whole else 1, LOAD_BITS // self.bits)
 
 

@@ -1,7 +1,7 @@
 """FP8 with block scales, as in the checkpoints of Qwen3-FP8 and DeepSeek-V3: E4M3 elements with float32 scales.
 
-A weight has a scale for each block of 128 x 128, and a row of x for each 128 elements. A w1 with gate layout "concat"
-has two grids of scales, one for each half, one after the other (memory/block_scales.py).
+A weight has a scale for each block of 128 x 128; x has a scale for each 128 elements of a row. A w1 with gate layout
+"concat" has two grids of scales, one for each half, one after the other (memory/block_scales.py).
 """
 
 from __future__ import annotations

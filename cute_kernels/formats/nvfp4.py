@@ -1,8 +1,8 @@
-"""NVFP4: E2M1 elements, an E4M3 scale for each 16, and a float32 global scale.
+"""NVFP4: E2M1 elements, an E4M3 scale for each 16 elements, and a float32 global scale.
 
-Elements lie in the same words as elements of MXFP4. A weight's value is element x scale x global scale. Element x
-scale is exactly a bfloat16 number. Kernels multiply sums of products by the global scale, which an expert or each half
-of a gated w1 may have of its own.
+Elements lie in the same words as elements of MXFP4. A weight's value is element x scale x global scale. Element x scale
+is exactly a bfloat16 number. Kernels multiply sums of products by the global scale. An expert may have its own global
+scale, and so may each half of a gated w1.
 """
 
 from __future__ import annotations

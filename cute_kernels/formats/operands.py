@@ -1,4 +1,4 @@
-"""Operands of GEMMs: the formats of x and of weights that kernels multiply together."""
+"""Operands of GEMMs: the pairs of formats, of x and of weights, that kernels multiply."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Operands:
 
     @property
     def decodes(self) -> bool:
-        """True if x has 16 bits and kernels decode weights to 16 bits in registers. On Hopper, weights are then the
-        rows of a swapped MMA (y^T = w x^T)."""
+        """True if x has 16 bits and kernels decode weights to 16 bits in registers. Then, on Hopper, the MMA is swapped
+        (y^T = w x^T), so that weights are its rows."""
         return not self.x.scale and self.w.element != self.x.element
 
     @property
     def decodes_to_fp8(self) -> bool:
-        """True if x is in FP8 and kernels decode weights to FP8, too, in shared memory."""
+        """True if x is in FP8 and kernels also decode weights to FP8, in shared memory."""
         return self.has_scaled_rows and self.w.element != self.x.element
 
     @property
     def has_data_gradients(self) -> bool:
-        """True if the gradient of x can be computed: there is a kernel that decodes these weights and contracts over
-        their rows."""
+        """True if there is a kernel for the gradient of x. This kernel decodes the weights and contracts over their
+        rows."""
         return self.decodes and self.x.holds is None
 
     @property
@@ -51,13 +51,13 @@ class Operands:
 
     @property
     def multiplies_blocks(self) -> bool:
-        """True if tensor cores apply the scales of both operands' blocks."""
+        """True if both operands have block scales that the tensor cores themselves apply."""
         return self.x == self.w == MXFP8
 
     @property
     def trains(self) -> bool:
-        """True if training kernels take these operands: 16-bit operands, and formats whose weights are quantised again
-        after each step of the optimizer."""
+        """True if training kernels take these operands. They take 16-bit operands, and formats whose weights are
+        quantised again after each step of the optimizer."""
         return self.w.element == self.x.element and self.w.rows == 1
 
     @property
@@ -67,7 +67,7 @@ class Operands:
 
 
 def weight_only(weights: Format) -> Operands:
-    """Make the operands of 16-bit x and weights in a format that kernels decode to 16 bits."""
+    """Make the operands for 16-bit x and weights in a format that kernels decode to 16 bits."""
     return Operands(DENSE, weights, DENSE, f"{weights.name}w_")
 
 
@@ -89,8 +89,8 @@ DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)
 
 
 def next_operands(name: str) -> str:
-    """Return the name of FC2's operands if FC1 has the operands `name`: FC2's x has the format of the activation that
-    FC1 stores, and its weights the format of FC1's weights."""
+    """Return the name of the operands of FC2, if FC1 has the operands `name`. FC2's x has the format of the activation
+    that FC1 stores, and FC2's weights have the format of FC1's weights."""
     made = OPERANDS[name]
     reads = (other for other, row in OPERANDS.items() if (row.x, row.w) == (made.act.stored, made.w))
     return next(reads)

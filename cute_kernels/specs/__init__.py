@@ -1,8 +1,8 @@
-"""Kernel specs: everything that changes generated code, and nothing else.
+"""Kernel specs. A spec has everything that changes a kernel's generated code, and nothing else.
 
-A spec is a frozen dataclass with a stable, readable `name`; that name is the exported symbol, the
-manifest key and the cache key's readable half. A spec never holds a token count, an expert count, N, K
-or a device: those are run-time values of every kernel.
+A spec is a frozen dataclass with a stable, readable `name`. The name is the exported symbol, the key in the manifest,
+and the readable half of the cache key. A spec never holds a token count, an expert count, N, K or a device: these are
+run-time values of every kernel.
 
 Fields that several specs have:
 
@@ -93,7 +93,7 @@ Spec = (
     | LayerSpec
 )
 RaggedSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec
-"""Specs of a single GEMM whose rows belong to groups of varying size (not a weight gradient)."""
+"""Specs of a single GEMM whose rows belong to groups of varying size. Weight gradients are not among them."""
 GemmSpec = RaggedSpec | GroupedWgradSpec | WgradSpec
 """Specs of a single GEMM kernel."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
@@ -101,16 +101,14 @@ _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": Grou
 
 
 def operands_of(spec: Spec) -> str:
-    """Return the key of OPERANDS that names the formats of x and weights: in a grouped_mlp the formats of FC1.
-
-    "16bit" for kernels that are not GEMMs.
-    """
+    """Return the key of OPERANDS for a spec: the formats of its x and its weights. For a grouped_mlp, these are FC1's
+    formats; for kernels that are not GEMMs, the key is "16bit"."""
     first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     return str(getattr(first, "operands", "16bit"))
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:
-    """Return a JSON-ready dict that `from_dict` turns back into an equal spec."""
+    """Return a spec as a JSON-ready dict. `from_dict` turns the dict back into an equal spec."""
     return {"op": spec.op, **dataclasses.asdict(spec)}
 
 
@@ -123,7 +121,7 @@ def _build(cls: type, fields: dict[str, Any]) -> Any:
 
 
 def from_dict(data: dict[str, Any]) -> Spec:
-    """Return the spec from which `to_dict` made `data`. Raises SpecError for an unknown operator or field."""
+    """Return the spec that `to_dict` turned into `data`. Raises SpecError for an unknown operator or field."""
     fields = dict(data)
     op = fields.pop("op", None)
     require("op", op, _SPEC_TYPES)

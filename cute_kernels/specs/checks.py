@@ -1,4 +1,4 @@
-"""Checks of a GEMM's spec: operands, tiles, transposition and activations that a kernel exists for."""
+"""Checks of a GEMM's spec: do kernels exist for its operands, tiles, transposition and activations?"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 from .activations import ACTIVATION_FORMS, LAYOUT_FORMS, is_gated
 
 WGRAD_OPERANDS = ("16bit", *(name for name, operands in OPERANDS.items() if operands.multiplies_blocks))
-"""Operands that weight gradients can multiply: 16 bits, or formats whose block scales the MMA applies."""
+"""Operands that weight gradients can multiply: 16 bits, and formats whose block scales the MMA itself applies."""
 SWIZZLED = 64
-"""Columns of 16-bit transposed weights that one TMA load brings; its box is as wide as a swizzle atom, 128 bytes."""
+"""Columns of 16-bit transposed weights that one TMA load brings. Its box is as wide as a swizzle atom, 128 bytes."""
 
 
 def check_served(operands: str, arch: str) -> None:
@@ -65,7 +65,8 @@ def check_decoded(operands: str, dtype: str) -> None:
 
 
 def check_decoded_lines(operands: str, tile: TileConfig) -> None:
-    """Raise SpecError for operands or tiles without a kernel for the data gradient's GEMM (dy W) of decoded weights.
+    """Raise SpecError if no kernel computes the data gradient's GEMM (dy W) of decoded weights for these operands or
+    this tile.
 
     This GEMM contracts over the rows of W. Its MMAs read 16-bit numbers, which the kernel decodes to shared memory.
     """
@@ -79,7 +80,7 @@ def check_decoded_lines(operands: str, tile: TileConfig) -> None:
 
 
 def check_wgrad(operands: str, tile: TileConfig, arch: str) -> None:
-    """Raise SpecError for operands or tiles for which no weight gradient kernel exists."""
+    """Raise SpecError if no weight gradient kernel exists for these operands or this tile."""
     require("operands", operands, WGRAD_OPERANDS)
     check_operands(operands, tile, arch)
     if tile.adaptive:
@@ -97,7 +98,8 @@ def check_transposed(transpose_w: bool, operands: str) -> None:
 
 
 def check_adapted(spec: Any) -> None:
-    """Raise SpecError if a spec is adapted, but its architecture or operands have no kernel with adapters."""
+    """Raise SpecError if a spec is adapted (adds LoRA adapters), but its architecture or operands have no kernel for
+    that."""
     if spec.adapted and not (ARCHS[spec.arch].adapts and OPERANDS[spec.operands].w.bits == 16):
         raise SpecError("only Hopper's own kernels of 16-bit weights have adapters; choose adapted=False")
 

@@ -27,9 +27,9 @@ class GroupedMmSpec:
 
     Attributes:
         transpose_w: y [T, K] = x w_e with x [T, N].
-        in_halves: x is [T, 2N], each half of its columns has its own weights, and the two products are added.
-        adapted: a LoRA adapter's low b_e^T is added to y, with low [T, r] and b [E, N, r]; with transpose_w low b_e,
-            with b [E, r, K].
+        in_halves: x is [T, 2N]. Each half of its columns has its own weights, and the two products are added.
+        adapted: a LoRA adapter's product is added to y: low b_e^T, with low [T, r] and b [E, N, r]; with transpose_w
+            low b_e, with b [E, r, K].
     """
 
     op: ClassVar[str] = "grouped_mm"
@@ -72,10 +72,10 @@ class GroupedGluSpec:
     with a gate, I without; w1 has as many rows.
 
     Attributes:
-        save_preact: the preactivation [T, 2I or I] is stored, too.
-        transpose_w: w1 is [E, H, 2I or I], and the preactivation x w1_e + b1_e.
-        adapted: a LoRA adapter's low b_e^T is added to the preactivation, with low [T, r] and b [E, 2I or I, r]; with
-            transpose_w low b_e, with b [E, r, 2I or I].
+        save_preact: the preactivation [T, 2I or I] is also stored.
+        transpose_w: w1 is [E, H, 2I or I], and the preactivation is x w1_e + b1_e.
+        adapted: a LoRA adapter's product is added to the preactivation: low b_e^T, with low [T, r] and b [E, 2I or I,
+            r]; with transpose_w low b_e, with b [E, r, 2I or I].
     """
 
     op: ClassVar[str] = "grouped_glu"
@@ -131,14 +131,17 @@ class GroupedGluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluSpec:
-    """The backward of FC2 and of the activation: makes dpreact, act and d_row_scale of a grouped_glu from dy, w2 and
-    the preactivation. dm = dy w2_e is the gradient of act. It runs the kernel of `DgluSpec` and the kernels after it.
+    """The backward of FC2 and of the activation. From dy, w2 and the preactivation, it makes dpreact, act and
+    d_row_scale of a grouped_glu. dm = dy w2_e is the gradient of act.
+
+    The call runs the kernel of `DgluSpec`, and other kernels after it.
 
     Attributes:
-        dgrad: the tile of dx = dpreact w1_e, which makes this the data path of a grouped_mlp's backward; None: no dx.
+        dgrad: the tile of dx = dpreact w1_e, which is then also computed, so that the call is the data path of a
+            grouped_mlp's backward; None: no dx.
         transpose_w: w2 is [E, I, H] and dm = dy w2_e^T; dgrad must be None.
-        adapted: a LoRA adapter's low b_e is added to dm, with low [T, r] and b [E, r, I]; with transpose_w low b_e^T,
-            with b [E, I, r]. dgrad must be None.
+        adapted: a LoRA adapter's product is added to dm: low b_e, with low [T, r] and b [E, r, I]; with transpose_w low
+            b_e^T, with b [E, I, r]. dgrad must be None.
     """
 
     op: ClassVar[str] = "grouped_dglu"
@@ -186,7 +189,8 @@ class GroupedDgluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class DgluSpec(GroupedDgluSpec):
-    """The GEMM kernel of a grouped_dglu: makes dpreact, act, and each tile's parts of d_row_scale."""
+    """The GEMM kernel of a grouped_dglu. It makes dpreact, act, and the partial sums of d_row_scale, one for each
+    tile."""
 
     op: ClassVar[str] = "dglu"
 
@@ -202,13 +206,13 @@ class DgluSpec(GroupedDgluSpec):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMlpSpec:
-    """A grouped_glu, then a grouped_mm in one call, with programmatic dependent launch between them. If fc1 saves its
+    """A grouped_glu and a grouped_mm in one call, with programmatic dependent launch between them. If fc1 saves its
     preactivation, this is the forward of training.
 
     Attributes:
         fc1, fc2: the specs of the two GEMMs.
-        quantized: with operands "mxfp8" or "fp8_block", x is already in that format; if False, the call first quantises
-            its rows.
+        quantized: only with operands "mxfp8" or "fp8_block". True: x is already in this format; False: the call first
+            quantises x's rows.
     """
 
     op: ClassVar[str] = "grouped_mlp"
@@ -247,13 +251,14 @@ class GroupedMlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedWgradSpec:
-    """A weight gradient dw [E, N, K]: dw_e = dy_e^T x_e, contracted over the rows of group e, written or added to dw.
+    """A weight gradient dw [E, N, K]: dw_e = dy_e^T x_e, contracted over the rows of group e. It is written to dw or
+    added to it.
 
     Attributes:
         dtype: the dtype of dy [T, N] and x [T, K].
         out_dtype: the dtype of dw.
-        operands: the formats in which dy and x are multiplied. "16bit": one kernel reads them. In MXFP8 they are first
-            quantised in blocks of a group's rows (`BY_GROUP`).
+        operands: the formats in which dy and x are multiplied. "16bit": one kernel does all. In MXFP8, dy and x are
+            first quantised in blocks of a group's rows (`BY_GROUP`).
     """
 
     op: ClassVar[str] = "grouped_wgrad"
@@ -276,7 +281,8 @@ class GroupedWgradSpec:
 
 @dataclasses.dataclass(frozen=True)
 class WgradSpec:
-    """The kernel of a grouped_wgrad whose operands were quantised by groups: `QuantizeMxfp8Spec` with axis "group"."""
+    """The kernel of a grouped_wgrad with operands that were quantised by groups before (`QuantizeMxfp8Spec` with axis
+    "group")."""
 
     op: ClassVar[str] = "wgrad"
     out_dtype: str = "bfloat16"

@@ -1,4 +1,5 @@
-"""Specs of kernels that are not GEMMs: quantisers, the last kernel of a backward, hyper-connections, the layer."""
+"""Specs of kernels that are not GEMMs: quantisers, the last kernel of a backward, hyper-connections, and the layer
+around the experts."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from ..tiles import require
 
 QUANTIZE_AXES = ("row", "col", "both")
 BY_GROUP = "group"
-"""The axis of quantisation for weight gradients, which contract over a group's rows: blocks lie along columns, and each
-group's first row begins a block."""
+"""The axis of quantisation for weight gradients, which contract over a group's rows. Blocks lie along columns, and a
+block begins at each group's first row."""
 FOLD_AXES = ("row", "col")
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardCleanupSpec:
-    """The last kernel of a backward: adds the tiles' parts of d_row_scale, and zeroes rows of dx after the last
-    group."""
+    """The last kernel of a backward. It adds the tiles' partial sums of d_row_scale, and zeroes the rows of dx after
+    the last group."""
 
     op: ClassVar[str] = "tail"
     dtype: str = "bfloat16"
@@ -42,8 +43,8 @@ class QuantizeMxfp8Spec:
     """Quantisation of x [T, K] to MXFP8. Block size and scale layout are run-time values.
 
     Attributes:
-        axis: "row": blocks lie along rows; "col": along columns; "both": one read of x makes both results. "group":
-            blocks lie along the columns of each group, whose first row begins a block.
+        axis: "row": blocks lie along rows; "col": along columns; "both": both results are made from one read of x.
+            "group": blocks lie along the columns of each group, and a block begins at the group's first row.
         rounded: only with axis "row": the result is the rounded values in x's dtype, instead of elements and scales.
     """
 
@@ -66,9 +67,10 @@ class QuantizeMxfp8Spec:
 
 @dataclasses.dataclass(frozen=True)
 class FoldMxfp8Spec:
-    """A fold: a weight to MXFP8 with one scale for each row of the result.
+    """A fold: turns a weight into MXFP8 with one scale for each row of the result.
 
-    axis: "row": the rows of w [R, C]; "col": w [E, N, K] is transposed to [E, K, N], with a scale for each of its rows.
+    axis: "row": w is [R, C], and each of its rows gets a scale. "col": w [E, N, K] is transposed to [E, K, N], and each
+    row of the transposed weight gets a scale.
     """
 
     op: ClassVar[str] = "fold_mxfp8"
@@ -88,7 +90,7 @@ class FoldMxfp8Spec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp4Spec:
-    """Quantisation of w [T, K], whose rows follow each other without padding, to MXFP4 with blocks along rows."""
+    """Quantisation of w [T, K] to MXFP4, with blocks along rows. w's rows follow each other without padding."""
 
     op: ClassVar[str] = "quantize_mxfp4"
     dtype: str = "bfloat16"
@@ -154,7 +156,7 @@ class MhcSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """A kernel of the layer around the experts: routing, permute, combine and others.
+    """A kernel of the layer around the experts, for example routing, permute or combine.
 
     Attributes:
         kernel: a key of `layer.kernels.KERNELS`.
