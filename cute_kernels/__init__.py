@@ -7,6 +7,6 @@
     sm90, sm100, portable                      GEMMs of Hopper, of Blackwell, of all other GPUs
 
 The module `configs` of each of the last three folders lists the kernels that ship. Only this package imports `cutlass`.
-Its modules of plain data do not, nor do `configs`, `sm90.budget`, `epilogue.sizes` and `mhc.shapes`, so naming and
+These modules of it do not: the plain data, `configs`, `sm90.budget`, `epilogue.sizes` and `mhc.shapes`. So naming and
 choosing kernels needs no compiler.
 """

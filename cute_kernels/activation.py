@@ -1,9 +1,9 @@
-"""Activations in kernels: the device functions that `formulas` computes with, on float32 scalars of a thread.
+"""Activations in kernels: the device functions by which `formulas` computes, on float32 scalars of a thread.
 
 As in `formulas`, a is the gate (or the only argument, without a gate) and u the linear half.
 
 Clamps are selects, not min/max instructions, so that NaN stays NaN as in torch. sigmoid takes two MUFU operations (ex2,
-rcp) and is exact to about 2^-22; tanh.approx would save one operation but has an error of 2^-11, which would be visible
+rcp) and is exact to about 2^-22. tanh.approx would save one operation, but its error is 2^-11, which would be visible
 in float16 outputs.
 """
 
@@ -33,12 +33,12 @@ TANH = (-0.33332946598706675, 0.1332072434610987, -0.05267177420885967, 0.016437
 
 
 class ActivationParams(NamedTuple):
-    """An activation, chosen at run time, with its constants (such as the limit of clamped_swiglu).
+    """An activation that is chosen at run time, with its constants (such as the limit of clamped_swiglu).
 
     Attributes:
         kind: the activation's number in specs.KINDS.
-        numbers: MOST_NUMBERS values, of which the first len(Formula.numbers) are the activation's constants; the
-            activation ignores the rest.
+        numbers: MOST_NUMBERS values. The first len(Formula.numbers) are the activation's constants; it ignores the
+            other values.
     """
 
     kind: Int32
@@ -78,8 +78,8 @@ def _gelu_tanh(x: Float32) -> Float32:
 
 
 def _normal(x: Float32) -> tuple[Float32, Float32]:
-    """Return the normal distribution's cdf at x, with an error of 1e-7, and sqrt(2 pi) times its density. This takes
-    half the instructions of erf."""
+    """Return the normal distribution's cdf at x, with an error of 1e-7, and sqrt(2 pi) times the distribution's
+    density. This takes half the instructions of erf."""
     magnitude = cute.arch.fmax(x, -x, nan=True)
     t = cute.arch.rcp_approx(Float32(1.0) + magnitude * Float32(ERFC_STEP * SQRT_HALF))
     density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True)
@@ -91,7 +91,7 @@ def _normal(x: Float32) -> tuple[Float32, Float32]:
 
 
 def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
-    """Return gelu_tanh and its derivative: x s and s + x s (1 - s) 2 z', with s = sigmoid(2 z) and z of
+    """Return gelu_tanh and its derivative: x s and s + x s (1 - s) 2 z'. Here s = sigmoid(2 z), with the z of
     `_gelu_tanh`."""
     linear, cubic = Float32(2 * SQRT_2_OVER_PI), Float32(2 * SQRT_2_OVER_PI * 0.044715)
     sigmoid = _sigmoid(x * (linear + cubic * x * x))
@@ -110,9 +110,10 @@ def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor
     """Compute the activation of every element, in float32.
 
     Args:
-        served: a key of specs.ACTIVATION_FORMS; if its entry has several activations, `params` chooses one at run time.
-        parts: the tensors (a, u), the activated and the linear half, or (a,) if the activation has no gate; all of one
-            size, in registers.
+        served: a key of specs.ACTIVATION_FORMS, which names one or several activations. If it names several, `params`
+            chooses one at run time.
+        parts: register tensors of one size: (a, u), the activated and the linear half, or (a,) if the activation has no
+            gate.
         params: the activation's number in specs.KINDS, and its constants.
 
     Returns:
@@ -122,7 +123,8 @@ def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor
 
 
 def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """Compute the activation among `names` that `params` selects at run time; arguments and result as in `activate`."""
+    """Compute the activation among `names` that `params` selects at run time. `activate` describes the arguments and
+    the result."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
     _fill_one_of(outputs, names, parts, params)
     return outputs
@@ -132,7 +134,8 @@ def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationPara
 def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, params: ActivationParams):
     """Fill `outputs` with the activation that `params` selects among `names`.
 
-    One branch encloses all elements, so each activation runs the same instructions as in a kernel for it alone.
+    There is one branch for all elements together. So each activation runs the same instructions as in a kernel for it
+    alone.
     """
     if const_expr(len(names) == 1):
         _fill(outputs, names[0], parts, params)
@@ -150,7 +153,10 @@ def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParam
 
 
 def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
-    """Return a tuple: the value of the activation `name` at `parts`, which is [a, u] or [a], then its derivatives by a
-    and by u."""
+    """Return the value of an activation and its derivatives: a tuple of the value, the derivative by a and, with a
+    gate, the derivative by u.
+
+    name: the activation. parts: [a, u] or [a].
+    """
     formula = FORMULAS[name]
     return formula.with_slopes(DEVICE, *parts, *params.numbers[: len(formula.numbers)])

@@ -19,11 +19,11 @@ class Architecture(NamedTuple):
         gpus: some GPUs that run its kernels.
         tested_on: GPUs that ran the tests of all its kernels; empty: none.
         smem_bytes: bytes of shared memory that a CTA may have. Portable kernels are the same on all GPUs, so they get
-            the smallest limit, which sm_86, sm_89 and sm_120 have.
+            the smallest limit, that of sm_86, sm_89 and sm_120.
         schedules: schedules that its tiles can have (`tiles.SCHEDULES`).
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
         recipes: names of quantisation recipes, each with the recipe that replaces it on this architecture.
-        adapts: GEMMs of 16-bit weights can also multiply and add LoRA adapters.
+        adapts: True if GEMMs of 16-bit weights can also add the product of LoRA adapters.
         constructs: names in CONSTRUCTS that its kernels use unless a build turns them off (`plain.py`).
     """
 
@@ -42,12 +42,12 @@ CONSTRUCTS = {
     "tmem_loads": "tcgen05.ld 16x256b, which reads accumulators in the order of mma's registers",
     "rows": "TMA addresses that wrap, which clip rows where a group ends",
 }
-"""Constructs of Blackwell kernels that NVIDIA's examples do not use and that no GPU available to us has run, by
-name."""
+"""Constructs of Blackwell kernels, by name, that are not yet proven: NVIDIA's examples do not use them, and no GPU
+available to us has run them."""
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
-"""Recipes, each with its replacement on architectures whose tensor cores apply block scales themselves. There weights
-with block scales are exact without being folded (to one scale a row)."""
+"""Quantisation recipes, each with its replacement on architectures whose tensor cores apply block scales themselves. On
+these, weights with block scales are exact without being folded (to one scale a row)."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single", "swapped_halves", "swapped_quarters", "swapped_whole"
 _B200 = Architecture(

@@ -1,5 +1,5 @@
-"""Types that describe the arguments and signatures of exported functions, and a maker (`numbers`) of the signatures of
-kernels that take no tensors, only addresses and numbers."""
+"""Types that describe the arguments and signatures of exported functions. `numbers` makes the signatures of kernels
+that take no tensors, only addresses and numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
 _Value = TypeVar("_Value")
 
 DIVISOR = 8
-"""The size of a tensor's dimension, in elements, is a multiple of this unless `Signature.divisors` says otherwise (T, R
-and E may have any size): TMA needs rows of whole 16 bytes."""
+"""The number that divides the size of each dimension of a tensor, in elements, unless `Signature.divisors` names
+another. The reason is that TMA needs rows of whole 16 bytes. T, R and E may have any size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Argument:
     Attributes:
         name: the argument's name.
         kind: one of KINDS. "address" is an int64 device address, "stream" a CUDA stream.
-        optional: a call may leave the argument out; 0 is then passed, which means no tensor or a number's usual value.
-        dtype, shape: dtype and shape of a tensor. `shape` names each dimension; dimensions of the same name must have
-            the same size, which every call checks. T is the number of rows that the GEMM multiplies, R the number of
-            rows of an operand from which indices may select these T. Tensors of three dimensions are experts' weights,
-            [E or 1, rows, columns], with unpadded rows.
-        packed: a matrix's rows must follow each other without padding; if False, their stride is any multiple of 16
+        optional: True: a call may leave the argument out. Then 0 is passed, which means no tensor or a number's usual
+            value.
+        dtype: the dtype of a tensor.
+        shape: a name for each dimension of a tensor. Dimensions of the same name must have the same size, which every
+            call checks. T is the number of rows that the GEMM multiplies, R the number of rows of an operand from which
+            indices may select these T. Tensors of three dimensions are experts' weights, [E or 1, rows, columns], with
+            unpadded rows.
+        packed: True: a matrix's rows must follow each other without padding. False: their stride is any multiple of 16
             bytes.
     """
 
@@ -48,11 +50,12 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The arguments of an exported function in their order.
+    """The arguments of an exported function, in their order.
 
     Attributes:
         arguments: the arguments.
-        divisors: pairs (dimension's name, number that must divide its size); DIVISOR for dimensions not named here.
+        divisors: pairs (name of a dimension, number that must divide its size); DIVISOR for dimensions that are not
+            named here.
     """
 
     arguments: tuple[Argument, ...]
@@ -71,7 +74,7 @@ class Signature:
 
     def ordered(self, values: Mapping[str, _Value], absent: Callable[[int | float], _Value]) -> tuple[_Value, ...]:
         """Return `values`, a mapping by argument name, as a tuple in the order of the arguments. An optional argument
-        that is not given gets `absent(0)` (`absent(0.0)` for a float).
+        that is missing gets `absent(0)` (`absent(0.0)` for a float).
 
         Raises TypeError, which names the argument, if a required name is missing or a name is unknown.
         """
@@ -82,8 +85,11 @@ class Signature:
         return tuple(values[a.name] if a.name in values else absent(a.absent) for a in self.arguments)
 
     def pack(self, **values: Any) -> tuple[Any, ...]:
-        """Return `values`, which are given by name, as the positional arguments of a call; 0 for optional ones that
-        are not given. Raises TypeError if a required name is missing or a name is unknown."""
+        """Return the positional arguments of a call, from `values` by name. Optional arguments that are not given
+        become 0.
+
+        Raises TypeError if a required name is missing or a name is unknown.
+        """
         return self.ordered(values, lambda zero: zero)
 
 
@@ -93,18 +99,18 @@ def each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
 
 
 def numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
-    """Make the signature of a kernel without tensor arguments, which therefore also takes the stream.
+    """Make the signature of a kernel without tensor arguments. Without a tensor there is no device from which to take
+    the stream, so the stream is also an argument.
 
     Args:
         addresses, integers, floats: names of arguments, separated by spaces.
-        optional: the integers are optional, as addresses always are.
+        optional: True: the integers are optional, as addresses always are.
     """
     kinds = (*each(ADDRESS, addresses, optional=True), *each(INT32, integers, optional), *each(FLOAT32, floats))
     return Signature((*kinds, *each(STREAM, "stream")))
 
 
 NAMES_OF_PARAMS = "limit alpha offset"
-"""Names of the arguments that pass an activation's constants, in their order; an activation with fewer constants
-ignores the rest. All activations use these names, which are clamped_swiglu's, because argument names are part of a
-compiled object.
-"""
+"""Names of the arguments that pass an activation's constants, in their order. They are the names of clamped_swiglu's
+constants. All activations use these names, because argument names are part of a compiled object; an activation with
+fewer constants ignores the remaining arguments."""

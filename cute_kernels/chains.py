@@ -1,8 +1,8 @@
-"""Chains: exported functions that launch several kernels, each described as a list of stages and of the sources of the
-stages' arguments.
+"""Chains: exported functions that launch several kernels. A chain is described as a list of stages, with the sources of
+each stage's arguments.
 
 A stage is one kernel with its host launch, compiled once. A chain is data: the bridge links it from its stages
-(`ffi_bridge.chains`) as one exported function, so a kernel is compiled once for all chains that contain it.
+(`ffi_bridge.chains`) as one exported function. So a kernel is compiled once for all chains that contain it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .specs import (
 
 @dataclasses.dataclass(frozen=True)
 class Of:
-    """A property of one of the chain's tensors, passed to a stage as an argument.
+    """Source of a stage's argument: a property of one of the chain's tensors.
 
     Attributes:
         tensor: the name of the chain's tensor argument.
@@ -49,18 +49,23 @@ class Of:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Source of a stage's argument: the number of kernels that the same call launches before this stage, not counting
-    steps that are left out."""
+    """Source of a stage's argument: the number of kernels that the same call launches before this stage. Steps that are
+    left out do not count."""
 
 
 Source = str | int | Of | Position
-"""Source of a stage's argument: a chain's argument, by name (str); a constant (int); a property of a chain's
-tensor (Of); or the number of kernels before this stage (Position)."""
+"""Source of a stage's argument:
+
+    str         the chain's argument of this name
+    int         a constant
+    Of          a property of one of the chain's tensors
+    Position    the number of kernels before this stage
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One launch of a chain: a stage and the sources of its arguments.
+    """One launch of a chain: a stage, and the sources of its arguments.
 
     Attributes:
         stage: the stage's spec.
@@ -76,14 +81,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """An exported function that launches several kernels: its steps, in order."""
+    """An exported function that launches several kernels, described by its steps in order."""
 
     steps: tuple[Step, ...]
 
     @functools.cached_property
     def signature(self) -> Signature:
-        """The chain's signature: arguments grouped by kind (order of KINDS), within a kind in the order in which steps
-        first use them. An argument is required if a step that is never left out requires it."""
+        """The chain's signature. Arguments are grouped by kind, in the order of KINDS. Within a kind, they have the
+        order in which steps first use them. An argument is required if a step that is never left out requires it."""
         found: dict[str, Argument] = {}
         for step in self.steps:
             stage = stage_signature(step.stage)
@@ -101,12 +106,12 @@ class Chain:
 
 
 def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
-    """Make a step.
+    """Make a step, a launch of one stage.
 
     Args:
         stage: the stage's spec.
-        same: stage arguments whose source is the chain's argument of the same name, separated by spaces.
-        when: the name of an address; the step is left out of calls in which it is 0. Empty: the step always runs.
+        same: names of stage arguments, separated by spaces. Their source is the chain's argument of the same name.
+        when: the name of an address. If the address is 0, a call leaves the step out. Empty: the step always runs.
         sources: the sources of further stage arguments, by name. `position` is added if the stage takes it.
     """
     signature = stage_signature(stage)
@@ -118,13 +123,13 @@ def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
 
 _GROUPS = "groups group_form num_groups tickets num_sms"
 SORTED_EXPERTS = 256
-"""The most experts with which a grouped_mlp sorts its tokens' choices of experts itself. One CTA sorts them; it keeps a
+"""The most experts with which a grouped_mlp itself sorts its tokens' choices of experts. One CTA sorts them. It keeps a
 count of every expert for each of its warps, which takes 32 KiB of shared memory."""
 
 
 def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, data: str, scale: str) -> Step:
-    """Return the step that quantises all T rows of a matrix to the row format of `operands`, also rows after the last
-    group, which are never read.
+    """Return the step that quantises a matrix of T rows to the row format of `operands`. It also quantises rows after
+    the last group, which are never read.
 
     x, data, scale: the chain's names of the matrix, of the quantised elements and of their scales.
     """
@@ -138,10 +143,10 @@ def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, da
 
 
 def _scales(operands: str, x: str, w: str) -> dict[str, str]:
-    """Return the sources of a GEMM stage's scales; for weights without scales, the source of its table of experts'
-    weights.
+    """Return the sources of a GEMM stage's scales. For weights without scales, return the source of its table of
+    experts' weights instead.
 
-    x, w: the chain's names of the operands; names of scales and of the table are derived from them ("w1_scale").
+    x, w: the chain's names of the operands. The names of scales and of the table are derived from them ("w1_scale").
     """
     formats = OPERANDS[operands]
     if not formats.w.scale:
@@ -154,12 +159,12 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
 
 
 def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
-    """Return the combine step, which runs if a call gives `out`: out[token] = residual[token] + the sum of the token's
-    rows.
+    """Return the combine step: out[token] = residual[token] + the sum of the token's rows. It runs if a call gives
+    `out`.
 
     Args:
-        rows, out: names of the chain's values that are the matrix of rows and the matrix of the tokens' sums.
-        residual: name of the chain's value that is the residual's address; 0, the null address: no residual.
+        rows, out: the chain's names of the matrix of rows and of the matrix of the tokens' sums.
+        residual: the chain's name of the residual's address; 0, the null address: no residual.
     """
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),
@@ -168,8 +173,8 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
 
 
 def _sorted(spec: Spec) -> Step:
-    """Return the sorting step, which runs if `ids` are given: one CTA sorts all choices (token, expert) by expert. It
-    writes the group ends (offs), the token and the weight of each row, and the row of each choice."""
+    """Return the sorting step: one CTA sorts all choices (token, expert) by expert. It writes the group ends (offs),
+    the token and the weight of each row, and the row of each choice. The step runs if a call gives `ids`."""
     place = LayerSpec("place", experts=SORTED_EXPERTS, arch=spec.arch)
     return _step(
         place, "ids expert_map row_of num_mapped tokens k weight_form", when="ids", weights="id_weights",
@@ -179,7 +184,7 @@ def _sorted(spec: Spec) -> Step:
 
 
 def _copied(spec: Spec) -> Step:
-    """Return the copying step, which runs if `x_tokens` is given: x[row] = x_tokens[the row's token]."""
+    """Return the copying step: x[row] = x_tokens[the row's token]. It runs if a call gives `x_tokens`."""
     return _step(
         LayerSpec("permute", spec.dtype, arch=spec.arch), "row_of tokens k", when="x_tokens", x="x_tokens",
         out=Of("x", "address"), width=Of("x", "size", 1), stream=Of("x", "stream"),
@@ -189,12 +194,15 @@ def _copied(spec: Spec) -> Step:
 def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     """Return the steps of a grouped_mlp. Steps in brackets are left out of some calls or specs:
 
-    [sort choices into rows,] [copy tokens to x, or quantise x to x8,] FC1 to mid, FC2 to y[, add each token's rows of
-    y].
+    1. [sort choices into rows]
+    2. [copy tokens to x, or quantise x to x8]
+    3. FC1 to mid
+    4. FC2 to y
+    5. [add each token's rows of y]
 
-    A kernel may start before its predecessor ends (programmatic launch). FC1 lets FC2 start only once the rows are
-    sorted (`schedule.groups.OFFS_OF_CALL`), and so does the copy of rows with FC1. So offs are complete when either
-    GEMM reads them.
+    A kernel may start before its predecessor ends (programmatic dependent launch). But both GEMMs need complete offs.
+    So FC1 lets FC2 start only once the rows are sorted (`schedule.groups.OFFS_OF_CALL`), and the copy of rows does the
+    same with FC1.
 
     FC1 kernels that decode weights cannot read rows by index, so tokens are copied into the order of rows first.
     Reading by index would take registers from FC1's MMA warpgroups: FC1 would be 1 to 7 % slower on rows in order, and
@@ -228,8 +236,11 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
 def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     """Return the steps of a grouped_dglu. Steps in brackets are left out of some calls or specs:
 
-    [quantise dy to dy8,] make dpreact, act and partial sums of d_scale; [[quantise dpreact to dpreact8,] make dx;]
-    zero dx after the last group and add the partial sums of d_scale[; add each token's rows of dx].
+    1. [quantise dy to dy8]
+    2. make dpreact, act and partial sums of d_scale
+    3. [[quantise dpreact to dpreact8,] make dx]
+    4. zero dx after the last group and add the partial sums of d_scale
+    5. [add each token's rows of dx]
     """
     in_mxfp8 = OPERANDS[spec.operands].has_scaled_rows
     names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w", "adapted"
@@ -263,8 +274,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
 
 
 def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
-    """Return the steps of a weight gradient in MXFP8: quantise dy to dy8 and x to x8, with blocks of a group's rows
-    (`BY_GROUP`), gathering rows that are given by index; then make dw."""
+    """Return the steps of a weight gradient in MXFP8. First dy is quantised to dy8 and x to x8, with blocks of a
+    group's rows (`BY_GROUP`); rows that are given by index are gathered here. Then dw is made."""
     quantiser = QuantizeMxfp8Spec(spec.dtype, BY_GROUP, spec.arch)
     quantised = tuple(
         _step(
@@ -280,11 +291,11 @@ def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
 
 
 def _pre(spec: MhcSpec) -> tuple[Step, ...]:
-    """Return the steps of a hyper-connection's forward before the sublayer: h_pre, h_post, logits = project(x);
-    h_res = sinkhorn(logits); out = aggregate(x, h_pre).
+    """Return the steps of a hyper-connection's forward before the sublayer: h_pre, h_post, logits = project(x); h_res =
+    sinkhorn(logits); out = aggregate(x, h_pre).
 
-    The residual streams are read twice: all columns of a token are needed before its first column is weighted, and the
-    tokens in flight do not fit into L2. Tensors between the steps are float32, form 0 (`dtypes.PARAM_FORMS`).
+    The residual streams are read twice. All columns of a token are needed before its first column can be weighted, and
+    the tokens in flight do not fit into L2. Tensors between the steps are float32, form 0 (`dtypes.PARAM_FORMS`).
     """
     stages = {
         kernel: MhcSpec(kernel, "float32" if kernel == "sinkhorn" else spec.dtype, spec.n, spec.arch)
@@ -299,11 +310,14 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
 
 
 def _routing(spec: LayerSpec) -> tuple[Step, ...]:
-    """Return the steps of routing, by `spec.kernel`.
+    """Return the steps of routing, by `spec.kernel`:
 
-    "router": logits of x, then as "route". "route": choose each token's experts from its logits, then place choices in
-    the order of experts. "sort": the same placing for ids that are given. With one chunk of tokens a single launch
-    does it all (workspace is 0); with several, a launch that chooses or counts comes before the one that places.
+        "route"     choose each token's experts from its logits, then place choices in the order of experts
+        "router"    make logits of x, then as "route"
+        "sort"      place choices whose ids are given, as "route" does
+
+    With one chunk of tokens, a single launch chooses and places (workspace is 0). With several chunks, a launch that
+    chooses or counts comes before the launch that places.
     """
     if spec.kernel == "router":
         names = "x weight weight_bias logits forms weight_form bias_form tokens width experts stream"
@@ -322,7 +336,7 @@ def _routing(spec: LayerSpec) -> tuple[Step, ...]:
 
 
 def _steps(spec: Spec) -> tuple[Step, ...]:
-    """Return the steps of a spec's chain; an empty tuple if the spec is a stage, that is, one kernel."""
+    """Return the steps of a spec's chain; an empty tuple if the spec is a stage (one kernel)."""
     if isinstance(spec, GroupedMlpSpec):
         return _mlp(spec)
     if type(spec) is GroupedDgluSpec:
@@ -350,6 +364,6 @@ def signature_of(spec: Spec) -> Signature:
 
 
 def stages_of(spec: Spec) -> tuple[Spec, ...]:
-    """Return the stages that a spec's function launches, each once; for a stage, the spec itself."""
+    """Return the stages that a spec's function launches, each once. If the spec is a stage, return the spec itself."""
     chain = chain_of(spec)
     return tuple(dict.fromkeys(step.stage for step in chain.steps)) if chain else (spec,)

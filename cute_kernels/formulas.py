@@ -1,15 +1,15 @@
-"""Activations, each written once: kernels compute them on a thread's float32 scalars, the CPU reference on tensors.
+"""Activations, each written once. Kernels compute them on a thread's float32 scalars, the CPU reference on tensors.
 
-A formula's first argument `m` has the functions to compute with: `activation.DEVICE` in kernels,
+A formula's first argument `m` has the functions to compute with. It is `activation.DEVICE` in kernels, and
 `glulam.activations.TORCH` for tensors. Both have
 
     number(x), which converts a Python number; sigmoid(x), tanh(x), relu(x), reciprocal(x), at_most(x, bound),
     select(condition, if_true, if_false), gelu_tanh(x); with_d_gelu_tanh(x): gelu_tanh and its slope;
     normal(x): the normal distribution's cdf, and sqrt(2 pi) times its density.
 
-`a` is the activated half (the gate), or the only argument of an activation without a gate; `u` is the linear half. A
-formula's own constants (`Formula.numbers`) follow. Plain Python, since the names are also needed where there is no
-compiler.
+The next arguments are `a` and `u`. `a` is the activated half (the gate), or the only argument of an activation without
+a gate; `u` is the linear half. A formula's own constants (`Formula.numbers`) follow. Plain Python, since formulas'
+names are also needed where there is no compiler.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ INV_SQRT_2_PI = 0.3989422804014327
 
 
 class Number(NamedTuple):
-    """A constant of a formula, such as the limit of clamped_swiglu. Operators and modules take it by its name, at run
-    time.
+    """A constant of a formula, such as the limit of clamped_swiglu. Operators and modules take it as an argument of its
+    name, at run time.
 
     Attributes:
         default: the value if none is given.
         is_valid: returns True if a formula can compute with a value.
         remedy: the end of the error message for an invalid value: why it is invalid, and what to give instead.
-        none: the value that a caller's None stands for; None: None is not accepted.
+        none: the value for which a caller's None stands; None: None is not accepted.
     """
 
     default: float
@@ -42,12 +42,13 @@ class Formula(NamedTuple):
     """The definition of an activation.
 
     Attributes:
-        is_gated: the activation takes two halves, a and u.
+        is_gated: True if the activation takes two halves, a and u.
         value: a function of (m, a, u, *numbers), without u if not gated, that returns the activation.
         with_slopes: a function of the same arguments that returns the activation and its derivatives by a and u.
         numbers: the activation's own constants by keyword, in the order in which `value` takes them; at most
             MOST_NUMBERS.
-        is_merged: kernels that choose among activations at run time include this one; if False, it has its own kernels.
+        is_merged: True if kernels that choose among activations at run time include this activation; False if it has
+            its own kernels.
     """
 
     is_gated: bool
@@ -79,7 +80,7 @@ def _clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any)
 
 
 def _d_clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any) -> tuple[Any, Any, Any]:
-    """Return clamped_swiglu and its derivatives by a and u; the derivative by a clamped argument is 0."""
+    """Return clamped_swiglu and its derivatives by a and u. The derivative by an argument that was clamped is 0."""
     zero = m.number(0.0)
     gate = m.at_most(a, limit)
     linear = -m.at_most(-m.at_most(u, limit), limit)
@@ -113,7 +114,7 @@ def _d_gelu(m: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _capped(m: Any, x: Any, cap: Any) -> tuple[Any, Any]:
-    """Return cap tanh(x / cap) and its derivative by x; x and 1 if the cap is infinite."""
+    """Return cap tanh(x / cap) and its derivative by x. If the cap is infinite, return x and 1."""
     tanh, is_capped = m.tanh(x * m.reciprocal(cap)), cap < m.number(math.inf)
     return m.select(is_capped, cap * tanh, x), m.select(is_capped, m.number(1.0) - tanh * tanh, m.number(1.0))
 
@@ -166,8 +167,9 @@ FORMULAS: dict[str, Formula] = {
         is_merged=False,  # in merged kernels, its two tanh would take registers from all activations
     ),
 }
-"""Formulas by name. Append new ones: compiled kernels that choose at run time know formulas by their position here."""
+"""Formulas by name. Append new formulas at the end: compiled kernels that choose at run time know a formula by its
+position here."""
 NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}
 """The constants of all formulas, by the keyword by which operators take them."""
 MOST_NUMBERS = 3
-"""How many constants every exported function with an activation takes; no formula may have more."""
+"""The number of constants that every exported function with an activation takes. No formula may have more."""

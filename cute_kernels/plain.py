@@ -1,5 +1,5 @@
-"""Constructs of kernels (`architectures.CONSTRUCTS`) that a build can replace by plainer code if one of them does not
-work on a GPU.
+"""Constructs of kernels (`architectures.CONSTRUCTS`) that a build can replace by plainer code. This is for the case
+that a construct does not work on a GPU.
 
 $GLULAM_PLAIN names constructs, separated by commas; docs/blackwell.md says when to set it. It applies to everything
 that a process compiles and loads for architectures that have the construct. Functions keep their names and arguments.
@@ -28,5 +28,5 @@ def avoided() -> tuple[str, ...]:
 
 
 def plain_in(arch: str) -> tuple[str, ...]:
-    """Return the constructs that functions of an architecture are compiled without."""
+    """Return the constructs that are left out when functions of an architecture are compiled."""
     return tuple(name for name in avoided() if name in ARCHS[arch].constructs)

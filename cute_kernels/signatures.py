@@ -1,11 +1,11 @@
 """Signatures of all exported functions. This is the only place that knows the order of arguments.
 
-An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data. Callers
-(python/glulam, the tuner, perf, chains, tests) pack arguments by name. Stand-ins for the compiler (`tracing`), and for
-calls that only load kernels, are made from the same data.
+An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data with two
+uses. Callers (python/glulam, the tuner, perf, chains, tests) pack arguments by name. Stand-ins for the arguments are
+made from it, for the compiler (`tracing`) and for calls that only load kernels.
 
-Letters in shapes: T rows that a GEMM multiplies, R rows of a matrix from which indices may select these T, E experts,
-H hidden, I intermediate, P the columns of the preactivation (2I with a gate, else I), N and K rows and columns of a
+Letters in shapes: T rows that a GEMM multiplies, R rows of a matrix from which indices may select these T, E experts, H
+hidden, I intermediate, P the columns of the preactivation (2I with a gate, else I), N and K rows and columns of a
 weight. "Address" is a device address (int64).
 """
 
@@ -52,32 +52,41 @@ def _tensor(name: str, shape: str, dtype: str, packed: bool = False) -> Argument
 
 
 ROWS = each(ADDRESS, "rows", optional=True)
-"""rows: the address of int32 [T]; row t of the GEMM's operand is row rows[t] of x [R, .]. 0: it is row t of x."""
+"""rows: the address of int32 [T], row indices: row t of the GEMM's operand is row rows[t] of x [R, .]. 0: it is row t
+of x."""
 GROUPS = (
     *each(ADDRESS, "groups"),
     *each(INT32, "group_form num_groups"),
     *each(ADDRESS, "tickets", optional=True),
 )
-"""groups: the address of the group sizes or ends. group_form: their encoding (`schedule.groups`). num_groups: their
-count. tickets: the address of the counter from which clusters take tiles; 0: each CTA's tiles are fixed."""
+"""The arguments that describe groups of rows:
+
+    groups        the address of the group sizes or ends
+    group_form    the encoding of the numbers at `groups` (`schedule.groups`)
+    num_groups    the number of groups
+    tickets       the address of the counter from which clusters take tiles; 0: each CTA's tiles are fixed
+"""
 PARAMS = each(FLOAT32, NAMES_OF_PARAMS, optional=True)
 ACTIVATION = (*each(INT32, "kind glu_layout", optional=True), *PARAMS)
-"""kind, glu_layout: numbers of the activation (`specs.KINDS`) and gate layout (`specs.LAYOUTS`); read by kernels that
-are compiled for several. The activation's constants follow."""
+"""kind, glu_layout: the number of the activation (`specs.KINDS`) and of the gate layout (`specs.LAYOUTS`). Only kernels
+that are compiled for several read them. The activation's constants follow."""
 LAUNCH = (*each(INT32, "num_sms"), *each(INT32, "position", optional=True))
-"""num_sms: SMs of the GPU. position: the number of kernels that the same call launches before this one; if it is not 0,
-the launch is programmatic, so the kernel may start before the previous kernel ends."""
+"""num_sms: number of SMs of the GPU.
+position: number of kernels that the same call launches before this kernel. If it is not 0, this is a programmatic
+dependent launch: the kernel may start before the previous kernel ends.
+"""
 
 
 def _scales_of(formats: Operands) -> tuple[Argument, ...]:
-    """Return the arguments for the scales of a GEMM's x and w; for weights without scales, the argument w_table (the
-    address of a table of the experts' weights).
+    """Return the arguments for the scales of a GEMM's x and w. For weights without scales, return the argument w_table
+    instead, the address of a table of the experts' weights.
 
     w_scale: scales [E, N, K / block]. For E4M3 scales the address is even, and a negative scale counts as NaN.
     w_global_scale: float32 factors by which the scales of an expert's weight are multiplied.
-    w_global_count: how many such factors an expert has. 0: one factor for all experts; 1: [E]; 2: [E, 2] for a gated w,
-    the activated half's first.
-    For MXFP4 in FP8 MMAs, w_global_scale is the address of bytes [E, N] instead, a power of two for each row
+    w_global_count: number of these factors for each expert. 0: one factor for all experts; 1: [E]; 2: [E, 2] for a
+    gated w, with the activated half's factor first.
+
+    MXFP4 in FP8 MMAs is an exception: w_global_scale is the address of bytes [E, N], a power of two for each row
     (`Format.row_binades`), and there is no w_global_count.
     """
     names = f"{'x_scale' if formats.x.scale else ''} {'w_scale' if formats.w.scale else ''}"
@@ -88,10 +97,12 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 
 
 def _low_of(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-    """Return the further arguments of a GEMM with LoRA adapters (none if the spec is not adapted).
+    """Return the further arguments of a GEMM with LoRA adapters of rank Q; none if the spec is not adapted.
 
-    low: [T, Q], with Q the adapters' rank: rows of x (in backward of a gradient) times one of the two matrices of each
-    adapter. low_w: the address of the other matrices, by which low is multiplied; they are packed and laid out like w.
+    An adapter has two matrices.
+
+    low: [T, Q], rows of x (in backward, rows of a gradient) times the adapter's first matrix.
+    low_w: the address of the second matrices, by which low is multiplied. They are packed and laid out like w.
     """
     return ((_tensor("low", "T Q", spec.dtype),), each(ADDRESS, "low_w")) if spec.adapted else ((), ())
 
@@ -100,8 +111,9 @@ _OPTIONAL_INPUTS = each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
-    """Return the `Signature.divisors` of a GEMM: widths along which operands have scales must be whole blocks. Weights
-    of 4 bits also get a divisor for their columns in memory, which are 32-bit words of eight elements.
+    """Return the `Signature.divisors` of a GEMM. Along the given dimensions operands have scales, so their sizes must
+    be whole blocks. For weights of 4 bits, there is also a divisor for their columns in memory, which are 32-bit words
+    of eight elements.
 
     letters: the names of the dimensions along which operands have scales, separated by spaces.
     """
@@ -111,8 +123,11 @@ def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
-    """Return the argument for x, whose width is the dimension `columns`, and the arguments (`ROWS`) for row indices,
-    which kernels that decode weights do not take."""
+    """Return the argument for x, and the arguments (`ROWS`) for row indices. Kernels that decode weights do not take
+    row indices.
+
+    columns: the name of the dimension that is x's width.
+    """
     formats = OPERANDS[spec.operands]
     dtype, letter = formats.x.dtype(spec.dtype), "T" if formats.decodes else "R"
     return _tensor("x", f"{letter} {columns}", dtype), () if formats.decodes else ROWS
@@ -121,8 +136,8 @@ def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[A
 def _mm(spec: GroupedMmSpec) -> Signature:
     """Return the signature of a grouped_mm.
 
-    w_up: only with `in_halves`: the address of the weights of x's second half of columns, laid out like w. Rows of such
-    an x are not read by index.
+    w_up: only with `in_halves`: the address of the weights for the second half of x's columns, laid out like w. The
+    rows of such an x are not read by index.
     """
     formats = OPERANDS[spec.operands]
     w = formats.w.dtype(spec.dtype)
@@ -140,9 +155,9 @@ def _mm(spec: GroupedMmSpec) -> Signature:
 def _glu(spec: GroupedGluSpec) -> Signature:
     """Return the signature of a grouped_glu.
 
-    act_scale: if the activation is stored in FP8, the address to which its scales are written.
-    w_up: the address of the linear half's weights, laid out like w, whose W = I rows then are the activated half alone.
-    0: w has both halves (W = P).
+    act_scale: only if the activation is stored in FP8: the address to which its scales are written.
+    w_up: the address of the linear half's weights, laid out like w. Then w has only the activated half, W = I rows. 0:
+    w has both halves, W = P rows.
     """
     formats = OPERANDS[spec.operands]
     w, act = formats.w.dtype(spec.dtype), formats.act.dtype(spec.dtype)
@@ -163,10 +178,10 @@ def _glu(spec: GroupedGluSpec) -> Signature:
 def _dglu(spec: DgluSpec) -> Signature:
     """Return the signature of a dglu (`DgluSpec`).
 
-    x: the gradient of FC2's result. w: w2. partials: the address of float32 [ceil(I / tile.n), T], to which each tile's
-    part of the row scale's gradient is written; 0: that gradient is not wanted.
-
-    Weights in MXFP8 come transposed, [E, I, H], so that their scales lie along this GEMM's contraction H.
+    x: the gradient of FC2's result.
+    w: w2. Weights in MXFP8 come transposed, [E, I, H], so that their scales lie along this GEMM's contraction H.
+    partials: the address of float32 [ceil(I / tile.n), T], to which each tile writes its partial sums of the row
+    scale's gradient; 0: this gradient is not wanted.
     """
     formats = OPERANDS[spec.operands]
     w = formats.w.dtype(spec.dtype)
@@ -186,13 +201,13 @@ def _dglu(spec: DgluSpec) -> Signature:
 def _tail(spec: BackwardCleanupSpec) -> Signature:
     """Return the signature of a backward's last kernel.
 
-    dx: the address of 16-bit rows of dx_columns elements, dx_pitch elements apart; those after the last group are
+    act: gives T; its elements are not read.
+    dx: the address of 16-bit rows of dx_columns elements, dx_pitch elements apart. Rows after the last group are
     zeroed. 0: not given.
     dx_tokens: the address of the tokens' sums of rows of dx. If it is given, nothing is zeroed, since these sums read
     only rows of groups. 0: not given.
     partials: the address of float32 [ceil(I / part_columns), T], whose column sums are written to d_scale, float32 [T];
     0: not given.
-    act: gives T; its elements are not read.
     """
     rows = each(ADDRESS, "dx dx_tokens", True)
     matrix = (*rows, *each(INT32, "dx_columns", True), *each(INT64, "dx_pitch", True))
@@ -204,15 +219,19 @@ _PLACES = (
     *each(ADDRESS, "dw_table mask", optional=True), *each(INT32, "accumulate", optional=True),
     *each(INT32, "num_sms"),
 )  # fmt: skip
-"""Arguments that say where and how a weight gradient is written. dw_table: the address of a table of the experts' dw.
-mask: the address of bool [E], the experts whose gradient is added to dw instead of overwriting it; 0: all are added or
-none, as `accumulate` says. num_sms: SMs of the GPU."""
+"""Arguments that say where and how a weight gradient is written:
+
+    dw_table      the address of a table of the experts' dw
+    mask          the address of bool [E]: True for experts whose gradient is added to dw instead of overwriting it;
+                  0: all are added or none, as `accumulate` says
+    num_sms       number of SMs of the GPU
+"""
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Signature:
     """Return the signature of a weight gradient in 16 bits.
 
-    dy_rows, x_rows: addresses of row indices of dy or of x, like `ROWS`; at most one of them is not 0.
+    dy_rows, x_rows: addresses of row indices (like `ROWS`), of dy and of x. At most one of the two is not 0.
     """
     operands = _tensor("dy", "T N", spec.dtype), _tensor("x", "R K", spec.dtype)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
@@ -223,8 +242,8 @@ def _wgrad(spec: GroupedWgradSpec) -> Signature:
 def _scaled_wgrad(spec: WgradSpec) -> Signature:
     """Return the signature of a weight gradient in MXFP8.
 
-    dy, x: E4M3, quantised along the columns of each group (`BY_GROUP`). dy_scale, x_scale: the addresses of their
-    scales, in bands of 128 rows (`memory.scale_bands`).
+    dy, x: E4M3, quantised along the columns of each group (`BY_GROUP`).
+    dy_scale, x_scale: the addresses of the scales of dy and x, in bands of 128 rows (`memory.scale_bands`).
     """
     operands = _tensor("dy", "T N", E4M3), _tensor("x", "T K", E4M3)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
@@ -235,12 +254,15 @@ def _scaled_wgrad(spec: WgradSpec) -> Signature:
 def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
     """Return the signature of a quantiser to MXFP8.
 
-    row_data, row_scale, col_data, col_scale: addresses for the E4M3 data [T, K] and E8M0 scales with blocks along rows
-    and along columns; 0: not wanted. With `rounded`, the tensor `out` of the rounded values instead.
+    row_data, row_scale: addresses of the result with blocks along rows, E4M3 data [T, K] and E8M0 scales; 0: not
+    wanted.
+    col_data, col_scale: the same for the result with blocks along columns.
+    out: only with `rounded`, and instead of the four: the tensor of rounded values.
     offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. With blocks
     along columns, groups begin at multiples of 128 rows, and rows between a group's end and the next group count as
     zeros. 0: all rows are one group.
-    wide: 1: blocks of 128 elements instead of 32. swizzled: 1: scales lie in atoms of 128 x 4.
+    wide: 1: blocks of 128 elements instead of 32.
+    swizzled: 1: scales lie in atoms of 128 x 4.
     """
     if spec.axis == BY_GROUP:
         return _quantize_groups(spec)
@@ -252,10 +274,10 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 
 
 def _quantize_groups(spec: QuantizeMxfp8Spec) -> Signature:
-    """Return the signature of a quantiser by groups.
+    """Return the signature of a quantiser by groups. It quantises along the columns of each group (`BY_GROUP`).
 
-    It quantises along the columns of each group (`BY_GROUP`). data: E4M3 [T, K], whose rows are x's rows in order, or
-    by index (`ROWS`). scale: the address of the scales, in bands of 128 rows (`memory.scale_bands`).
+    data: E4M3 [T, K]. Its rows are x's rows in order, or by index (`ROWS`).
+    scale: the address of the scales, in bands of 128 rows (`memory.scale_bands`).
     """
     tensors = _tensor("x", "R K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     groups = (*each(ADDRESS, "groups"), *each(INT32, "group_form num_groups"))
@@ -263,9 +285,10 @@ def _quantize_groups(spec: QuantizeMxfp8Spec) -> Signature:
 
 
 def _fold(spec: FoldMxfp8Spec) -> Signature:
-    """Return the signature of a fold of a weight w to MXFP8 with one scale a row (`FoldMxfp8Spec`).
+    """Return the signature of the fold of a weight w to MXFP8 with one scale a row (`FoldMxfp8Spec`).
 
-    data: the result, E4M3; with axis "col" it is w transposed. scale: the address of one byte for each row of data.
+    data: the result, E4M3. With axis "col" it is w transposed.
+    scale: the address of one byte for each row of data.
     """
     if spec.axis == "row":
         tensors = _tensor("w", "T K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
@@ -275,8 +298,11 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
 
 
 def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
-    """Return the signature of a quantiser to MXFP4. data: two elements a byte. scale: the address of one byte for each
-    block of 32 elements."""
+    """Return the signature of a quantiser to MXFP4.
+
+    data: the result, two elements a byte.
+    scale: the address of one byte for each block of 32 elements.
+    """
     tensors = _tensor("w", "T K", spec.dtype, packed=True), _tensor("data", "T K/2", BYTE, packed=True)
     return Signature((*tensors, *each(ADDRESS, "scale")), (("K", MXFP4.block), ("K/2", MXFP4.block // 2)))
 
@@ -284,7 +310,8 @@ def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
 def _quantize8_block(spec: QuantizeFp8BlockSpec) -> Signature:
     """Return the signature of a quantiser to FP8 with block scales.
 
-    data: the address of E4M3 [T, K]. scale: the address of float32 [T, ceil(K / 128)]. Both are packed.
+    data: the address of E4M3 [T, K], packed.
+    scale: the address of float32 [T, ceil(K / 128)], packed.
     offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. 0: all rows
     are quantised.
     """
@@ -308,7 +335,8 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
 
 @functools.lru_cache(maxsize=4096)
 def stage_signature(spec: Spec) -> Signature:
-    """Return the signature of a stage's function. For a spec that may be a chain, call `chains.signature_of`."""
+    """Return the signature of a stage's function; a stage is one kernel with its host launch. If the spec may be a
+    chain of kernels, call `chains.signature_of` instead."""
     if isinstance(spec, (MhcSpec, LayerSpec)):
         arguments = spec.of_kernel.arguments
         assert arguments is not None, f"{spec.name} is a chain of several kernels, no stage"
