@@ -352,7 +352,8 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def chain_of(spec: Spec) -> Chain | None:
-    """Return the chain of a spec whose function launches several kernels; None if the spec is one kernel (a stage)."""
+    """Return the chain of a spec, if the spec's function launches several kernels; None if the spec is one kernel (a
+    stage)."""
     steps = _steps(spec)
     return Chain(steps) if steps else None
 

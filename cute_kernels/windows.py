@@ -28,8 +28,7 @@ WORDS = ("tokens", "sums", "enter", "abort")
 WORD_BYTES = 32
 EPOCH_SHIFT, STATUS_SHIFT, COUNT_MASK = 24, 20, (1 << 20) - 1
 """Fields of a word, from the top: the operation's number in 40 bits, a status (an index of STATUSES) in 4 bits, a
-number of tokens in 20 bits. Operations' numbers are compared as signed differences, so that they may wrap.
-"""
+number of tokens in 20 bits. Operations' numbers are compared by the sign of their difference, so that they may wrap."""
 STATUSES = ("16-bit rows", "refused", "MXFP8 rows")
 """Statuses of a word of `tokens`. A status is the format of the sender's tokens, which must be the same on all ranks.
 "refused": the sender refused its own tokens (its error says why) and sent none."""

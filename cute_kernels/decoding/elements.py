@@ -74,7 +74,7 @@ class E4m3(Element):
 
 
 class E2m1(Element):
-    """E2M1 elements; a share, which a thread reads at once, is a 32-bit word of eight elements."""
+    """E2M1 elements. A share, which a thread reads at once, is a 32-bit word of eight elements."""
 
     dtype = Int32
     share = Uint32

@@ -197,7 +197,7 @@ class DecodedLines(Invariant):
                 self.pending[time * self.blocks + block] = word
 
     def read(self, slot: Int32, times: Sequence[int]) -> tuple[list[cute.Tensor], list[Int32]]:
-        """Return the thread's chunks of a slot, as words, and the words of their scales.
+        """Return the thread's chunks (16 bytes each, as words) of a slot, and the word of scales of each chunk.
 
         All reads must be issued before `write`, since the compiler moves no load past a store.
 
@@ -247,7 +247,8 @@ class DecodedLines(Invariant):
         return [self.decoder.scales.value(word >> 8 * i & 0xFF) for i in range(count)]
 
     def _scale_words(self, slot: Int32) -> cute.Tensor:
-        """Return a view of a slot's scales from this thread's first word on; the thread's words are THREADS apart."""
+        """Return a view of a slot's scale words that starts at this thread's first word. The thread's words are THREADS
+        apart."""
         at = slot + self.chunk_bytes + self.thread * WORD_BYTES
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
         return cute.make_tensor(pointer, cute.make_layout(self.count * THREADS))

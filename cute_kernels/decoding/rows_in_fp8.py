@@ -49,11 +49,11 @@ FIRST_SIGNS, LAST_SIGNS = 0xD9C8, 0xFBEA
 
 
 class BlockScales(NamedTuple):
-    """Scale bytes (E8M0) of weights.
+    """Scale bytes (E8M0) of weights. Each block of 32 elements has one, and each row has one.
 
     Attributes:
-        blocks_at: the address of [E, rows, blocks], a scale for each block of 32 elements.
-        rows_at: the address of [E, rows], a power of two for each row.
+        blocks_at: the address of [E, rows, blocks], the scales of blocks.
+        rows_at: the address of [E, rows], the scales of rows.
         rows, blocks: rows of an expert, blocks of a row.
         gate: the order of a gated layer's weight rows.
     """
@@ -127,7 +127,7 @@ class RowsInFp8(Invariant):
         self.turn(following)
 
     def _weight_row(self, work: WorkTile, i: int) -> Int32:
-        """Return the index, in the expert, of a thread's i-th weight row; it may be past the last row."""
+        """Return the index, among an expert's weight rows, of a thread's i-th row. It may be past the last row."""
         gate = self.scales.gate
         part, first = divmod(i * self.rows_at_once, self.part_n)
         block = (work.n_tile * self.part_n + first + self.row) // BLOCK_ROWS

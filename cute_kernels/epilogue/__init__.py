@@ -1,4 +1,2 @@
-"""Epilogues that all architectures share: what a kernel does with a tile's sums before it stores them.
-
-Each architecture brings its own staging slots and stores. base.py defines the terms.
-"""
+"""Epilogues that all architectures share. An epilogue is the work on a tile's sums before the kernel stores them. Each
+architecture has its own staging slots and stores. base.py defines the terms."""

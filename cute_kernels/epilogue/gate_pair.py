@@ -84,7 +84,7 @@ def _write_one_of(
 
 
 def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
-    """Fill slot i (0 or 1) of a pair, in the gate layout `name`.
+    """Fill slot i (0 or 1) of the pair of slots that takes a chunk's preactivation, in the gate layout `name`.
 
     Args:
         a, u: the thread's registers of the chunk's columns of a and u, converted to the slot's dtype.

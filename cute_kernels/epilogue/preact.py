@@ -91,7 +91,10 @@ class PreactPair(Invariant):
         return parts
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
-        """Load the thread's elements of piece number `index` of a slot into the registers `target`."""
+        """Load the thread's elements of one piece (16 columns) of a slot into the registers `target`.
+
+        index: the piece's index in the slot.
+        """
         raise NotImplementedError
 
     @cute.jit

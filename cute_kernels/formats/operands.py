@@ -13,7 +13,7 @@ from .nvfp4 import NVFP4
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The formats that a GEMM reads and stores.
+    """The formats of what a GEMM reads and stores.
 
     Attributes:
         x: the format of the rows of x.
@@ -83,7 +83,8 @@ OPERANDS = {
     "fp8_block": Operands(FP8_ROWS, FP8_BLOCK, FP8_ROWS, "fp8block_"),
     "fp8_block_weight_only": weight_only(FP8_BLOCK),
 }
-"""All operands, by the name in a spec's `operands`. Results, biases and preactivations always have the spec's dtype."""
+"""All operands, by the name that a spec's `operands` has. Results, biases and preactivations always have the spec's
+dtype."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)
 """Names of the operands whose weights kernels decode to 16 bits."""
 

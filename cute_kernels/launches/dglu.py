@@ -52,8 +52,8 @@ class Dglu:
 
 
 class DgluAdapted(Dglu):
-    """The launch of a grouped_dglu with LoRA adapters of rank r: the GEMM also adds low [T, r] times the experts'
-    matrices, which begin at address `low_w`."""
+    """Host function that launches a grouped_dglu with LoRA adapters of rank r. The GEMM also adds low [T, r] times the
+    experts' matrices, which begin at address `low_w`."""
 
     @cute.jit
     def __call__(

@@ -56,7 +56,7 @@ class Glu:
 
 
 class GluPreact(Glu):
-    """The launch of a grouped_glu that also stores the preactivation."""
+    """Host function that launches a grouped_glu that also stores the preactivation."""
 
     @cute.jit
     def __call__(
@@ -76,8 +76,8 @@ class GluPreact(Glu):
 
 
 class GluPreactAdapted(Glu):
-    """The launch of a grouped_glu with LoRA adapters of rank r, which also stores the preactivation. The GEMM adds
-    low [T, r] times the experts' matrices, which begin at address `low_w`."""
+    """Host function that launches a grouped_glu with LoRA adapters of rank r, which also stores the preactivation. The
+    GEMM adds low [T, r] times the experts' matrices, which begin at address `low_w`."""
 
     @cute.jit
     def __call__(

@@ -39,7 +39,8 @@ class Glu:
 
 
 class GluWithGlobalScales(Glu):
-    """The launch of a grouped_glu whose weights' format has float32 global scales (`Format.has_global`)."""
+    """Host function that launches a grouped_glu whose weights' format has float32 global scales
+    (`Format.has_global`)."""
 
     @cute.jit
     def __call__(

@@ -35,8 +35,8 @@ class Mm:
 
 
 class MmInHalves(Mm):
-    """The launch of y = x[:, :P/2] w + x[:, P/2:] w_up for x [T, P], with two weights of one shape. It is the data
-    gradient of a gated FC1 whose w1 is two tensors."""
+    """Host function that launches y = x[:, :P/2] w + x[:, P/2:] w_up for x [T, P], with two weights of one shape. y is
+    the data gradient of a gated FC1 whose w1 is two tensors."""
 
     @cute.jit
     def __call__(
@@ -51,8 +51,8 @@ class MmInHalves(Mm):
 
 
 class MmAdapted(Mm):
-    """The launch of a grouped_mm with LoRA adapters of rank r: the GEMM also adds low [T, r] times the experts'
-    matrices, which begin at address `low_w`."""
+    """Host function that launches a grouped_mm with LoRA adapters of rank r. The GEMM also adds low [T, r] times the
+    experts' matrices, which begin at address `low_w`."""
 
     @cute.jit
     def __call__(

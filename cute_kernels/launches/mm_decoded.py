@@ -42,7 +42,8 @@ class Mm:
 
 
 class MmWithGlobalScales(Mm):
-    """The launch of a grouped_mm whose weights' format has float32 global scales (`Format.has_global`)."""
+    """Host function that launches a grouped_mm whose weights' format has float32 global scales
+    (`Format.has_global`)."""
 
     @cute.jit
     def __call__(

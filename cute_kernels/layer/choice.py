@@ -147,7 +147,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _load(self, token: Int32, keys: cute.Tensor):
-        """Load this lane's logits of a token and store their keys in `keys`; ABSENT past the last expert."""
+        """Load this lane's logits of a token, and store their keys in `keys`. Keys past the last expert are ABSENT."""
         if self.logits.code == PARAM_FORMS["bfloat16"]:
             self._load_as(BFloat16, token, keys)
         elif self.logits.code == PARAM_FORMS["float16"]:
@@ -164,7 +164,8 @@ class Chooser(Invariant):
 
     @cute.jit
     def _limit(self, keys: cute.Tensor):
-        """Set the keys of experts outside the best `top_groups` groups to ABSENT, so that none of them is chosen."""
+        """Keep only the experts of the best `top_groups` groups: set the keys of all other experts to ABSENT, so that
+        none of them is chosen."""
         size = self.logits.experts // self.rule.num_groups
         lane = cute.arch.lane_idx()
         best = Int32(ABSENT)

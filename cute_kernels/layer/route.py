@@ -106,7 +106,8 @@ class Choose(_Chunks):
 
 
 class Count(_Chunks):
-    """Kernel that writes how often each chunk of tokens chose each expert to `workspace`, int32 [chunks, experts]."""
+    """Kernel that counts how often each chunk of tokens chose each expert. It writes the counts to `workspace`, int32
+    [chunks, experts]."""
 
     @cute.jit
     def __call__(

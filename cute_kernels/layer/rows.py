@@ -60,7 +60,7 @@ class _Rows(Invariant):
 
     @staticmethod
     def _place() -> tuple[Int64, Int32]:
-        """Return this thread's token, and the index of its vector of 16 bytes within the token."""
+        """Return the index of this thread's token, and the index of the thread's vector (16 bytes) within the token."""
         thread, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
         return Int64(token), part * VECTORS + thread

@@ -53,10 +53,13 @@ class ScaleBands(NamedTuple):
 
 
 def first_place(begin: Int32, group: Int32) -> Int32:
-    """Return the number of the place of a group's first band. begin: the group's first row."""
+    """Return the number of the place of a group's first band (see the top of this file).
+
+    begin: the group's first row. group: the group's index.
+    """
     return begin // BAND_ROWS + group
 
 
 def num_places(rows: Int32, groups: Int32) -> Int32:
-    """Return how many places for bands are enough for `groups` groups with `rows` rows in all."""
+    """Return the number of places for bands that `groups` groups with `rows` rows in all need at most."""
     return rows // BAND_ROWS + groups

@@ -116,7 +116,7 @@ def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool
 
 
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
-    """Return the number of an expert's weight rows, of both parts together. up: as in `weight_view`."""
+    """Return the number of an expert's weight rows, both parts together. up: as in `weight_view`."""
     rows = Int32(w.shape[1])
     return rows if up is None else select(up != 0, 2 * rows, rows)
 
@@ -175,7 +175,7 @@ def weight_view(
 
 @cute.jit
 def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
-    """Return the offset of an expert's weights in units of 16 bytes; `ExpertAddress` says from where."""
+    """Return the offset of an expert's weights in units of 16 bytes. `ExpertAddress` says from which base it counts."""
     units = expert * address.expert_units
     if address.table != 0:
         units = vector_at(Int64, address.table)[expert]

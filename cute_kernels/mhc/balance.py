@@ -47,9 +47,9 @@ class Balance(Invariant):
         return value * cute.arch.rcp_approx(total(value, self.rows))
 
     def step(self, m: Float32, distances: tuple[int, ...], eps: Float32) -> Float32:
-        """Return m, the lane's element, divided by eps + the sum of its row or column.
+        """Return the lane's element m, divided by eps + the sum of its row or of its column.
 
-        distances: self.rows or self.columns.
+        distances: self.rows for rows, self.columns for columns.
         """
         return m * cute.arch.rcp_approx(total(m, distances) + eps)
 

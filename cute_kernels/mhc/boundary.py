@@ -290,7 +290,8 @@ class Boundary(Invariant):
     def _update(
         self, stage: cute.Pointer, mine: Int32, places: list, comb: list, post: list, streams: cute.Tensor, half: int
     ) -> None:  # fmt: skip
-        """Replace a lane's words of the streams by words of the updated streams, in `streams` and in the stage."""
+        """Update the streams at a lane's columns: replace the words of the streams by words of the updated streams, in
+        `streams` (registers) and in the stage."""
         n, tile = self.n, self.tile
         given = [tile.widened(self._words(streams, j, half)) for j in range(n)]
         y = tile.numbers(tile.array(stage, n), mine)

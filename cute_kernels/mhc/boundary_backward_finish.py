@@ -40,8 +40,9 @@ class Finished(NamedTuple):
 
     Attributes:
         pre, post, comb: gradients of the coefficients, float32.
-        weight, norm: gradients of the weight and of the norm's weight.
-        weight_code, norm_code: their dtypes (`dtypes.PARAM_FORMS`).
+        weight: the gradient of the projection's weight.
+        norm: the gradient of the norm's weight.
+        weight_code, norm_code: the dtypes of these two gradients (`dtypes.PARAM_FORMS`).
     """
 
     pre: Int64
@@ -61,7 +62,8 @@ class Cut(NamedTuple):
 
 
 class BoundaryBackwardFinish(Invariant):
-    """Kernel that adds the partial sums of the boundary's backward; the top of this file says which CTA adds which."""
+    """Kernel that adds the partial sums of the boundary's backward. The top of this file says which CTA adds which
+    sums."""
 
     def __init__(self, name: str, n: int, cta: SliceCta):
         self.name = name
@@ -139,7 +141,7 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _norm(self, norms: Int64, finished: Finished, cut: Cut, slice_: Int32, width: Int32):
-        """Store the gradient of the norm's weight at a slice's columns: the sum over all parts of the tokens."""
+        """Store the gradient of the norm's weight at a slice's columns. It is the sum over all parts of the tokens."""
         thread, _, _ = cute.arch.thread_idx()
         column = slice_ * self.cta.columns + thread
         if (thread < self.cta.columns) & (column < width):

@@ -44,8 +44,9 @@ def dp_bytes(n: int) -> int:
 
 
 def block_bytes(n: int) -> int:
-    """Return the bytes that the first kernel stores for each token tile: dp as nearest numbers and as rests, in blocks
-    of 8 tokens x 8 outputs (`dp_blocks.py`), then a record for each token (`coefficient_floats`)."""
+    """Return the bytes that the first kernel stores for each token tile. A tile's block has dp in two copies, as
+    nearest numbers and as rests, each in sub-blocks of 8 tokens x 8 outputs (`dp_blocks.py`). A record for each token
+    follows (`coefficient_floats`)."""
     return 2 * dp_bytes(n) + TOKEN_TILE * coefficient_floats(n) * 4
 
 

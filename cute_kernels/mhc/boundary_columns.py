@@ -126,9 +126,10 @@ class BoundaryColumns(Invariant):
         self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights,
         of_norm: cute.Tensor, products: list, half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Do `compute`'s work for a lane's columns of one of its two tokens, token lane / 4 + 8 `half` of the tile.
+        """Do the work of `compute` at a lane's columns for one of the lane's two tokens: token lane / 4 + 8 `half` of
+        the tile.
 
-        products: the result of `_products`. The other arguments are `compute`'s.
+        products: the result of `_products`. The other arguments are those of `compute`.
         """
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // 4 + 8 * half

@@ -126,8 +126,8 @@ def tile_sums(n: int) -> int:
 
 
 def smem_bytes(n: int, cta: SliceCta) -> int:
-    """Return a forward CTA's bytes of shared memory: the ring's stages (a token tile's n streams, sublayer output y and
-    coefficients), then each warp's sums over its columns."""
+    """Return a forward CTA's bytes of shared memory. First come the ring's stages, each with a token tile's n streams,
+    sublayer output y and coefficients. Then come each warp's sums over its columns."""
     stage = (n + 1) * cta.array_bytes + TOKEN_TILE * coefficient_floats(n) * 4
     return cta.stages * stage + cta.warps * tile_sums(n) * 4
 

@@ -1,8 +1,8 @@
 """The second step of a token tile in the boundary's backward: the sums over columns and over tokens, on tensor cores.
 
-`boundary_backward.py` has the formulas. streams' are the n updated streams, d' their gradients, d_mix the gradient of
-their mix, and dp the gradient of their projection, K = n^2 + 2n outputs a token. A CTA has a slice (a range) of the
-columns, for a part of the tokens.
+`boundary_backward.py` has the formulas. streams' are the n updated streams and d' their gradients. d_mix is the
+gradient of their mix. dp is the gradient of their projection, which has K = n^2 + 2n outputs a token. A CTA has a slice
+(a range) of the columns, for a part of the tokens.
 """
 
 from __future__ import annotations

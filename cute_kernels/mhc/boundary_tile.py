@@ -22,7 +22,8 @@ class BoundaryTile(SliceTile):
     The block holds dp and the tokens' records (`boundary_backward_shapes.block_bytes`).
 
     Attributes:
-        streams, gradients: index of the first of n arrays of streams, and of the first of n arrays of their gradients.
+        streams: index of the first of the n arrays of streams.
+        gradients: index of the first of the n arrays of the streams' gradients.
         y, d_x: index of y's array and of d_x's array.
     """
 

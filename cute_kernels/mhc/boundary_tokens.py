@@ -86,9 +86,8 @@ class LaneGates(NamedTuple):
 
 
 class BoundaryTokens(Invariant):
-    """First kernel of the boundary's backward: makes each token's dp, f and factor (formulas at the top of this file).
-
-    It also makes sums over tokens for the gradients of base and scale, the parameters of the gates.
+    """First kernel of the boundary's backward. It makes each token's dp, f and factor (formulas at the top of this
+    file), and sums over tokens for the gradients of base and scale, the parameters of the gates.
 
     blocks, rows: the addresses of the results (`boundary_backward_shapes.BackwardWorkspace`).
     """

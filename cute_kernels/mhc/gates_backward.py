@@ -215,10 +215,9 @@ class GatesBackward(Invariant):
         return d_r_mine
 
     def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
-        """Return the factor f of the term f x in the gradient of x.
+        """Return the factor f, where f x is the norm's term in the gradient of x.
 
-        f is the gradient of rms divided by (columns rms), because the derivative of rms with respect to x is x /
-        (columns rms).
+        The derivative of rms by x is x / (columns rms). So f is the gradient of rms, divided by (columns rms).
         """
         r = 1.0 / (rms + eps)
         return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
@@ -267,7 +266,8 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
-        """Store this CTA's sums over tokens as a row of `sums`: [K] for the bias, then [K] for the alphas."""
+        """Store this CTA's sums over tokens as one row of `sums`: [K] for the gradient of the bias, then [K] for the
+        gradients of the alphas."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         places = self.rounds * LANES
@@ -293,7 +293,8 @@ class GateRows(NamedTuple):
     """Arguments of `GateSums`.
 
     Attributes:
-        rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32 [count, 2 K].
+        rows: the address of float32 [count, 2 K]. A row has the sums over tokens that one CTA of `GatesBackward`
+            stored.
         count: number of these CTAs.
         out: the address of float32 [K + 3], the gradients of the bias and of the three alphas.
     """

@@ -46,10 +46,10 @@ BACKWARD_THREADS = 128
 
 @cute.jit
 def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0.
+    """Load a vector of x as float32, and add the bias at its columns. If `bias` is 0, nothing is added.
 
     Args:
-        code: the bias' dtype (`dtypes.PARAM_FORMS`).
+        code: the dtype of the bias (`dtypes.PARAM_FORMS`).
         column: the vector's index in the row.
         count: elements of the vector.
     """
@@ -62,8 +62,8 @@ def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cu
 
 @cute.jit
 def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Return a token's matrix h_res [n, n], transposed if `transpose` is not 0, so that row i has the coefficients of
-    output stream i."""
+    """Return a token's matrix h_res [n, n], whose row i has the coefficients of output stream i. It is transposed if
+    `transpose` is not 0."""
     matrix = load_params(h_res, code, token * (n * n), n * n)
     if transpose != 0:
         for i in cutlass.range_constexpr(n):
@@ -143,7 +143,7 @@ class Coefficients(Invariant):
 
     @cute.jit
     def load(self, token: Int64, index: Int32) -> Float32:
-        """Return coefficient number `index` of a token from global memory; zero after the last."""
+        """Load coefficient number `index` of a token from global memory. Past the last coefficient, return zero."""
         n = self.n
         value = Float32(0.0)
         if index < n * n:

@@ -71,7 +71,12 @@ class Projection(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A position in a warp's work: step number `step` of token tile number `tile`; a step is `step_bytes` a token."""
+    """A position in a warp's work: a token tile, and a step of this tile. A step is `step_bytes` of each token.
+
+    Attributes:
+        tile: the number of the token tile.
+        step: the number of the step in the tile.
+    """
 
     tile: Int32
     step: Int32
@@ -205,7 +210,7 @@ class Project(Invariant):
                 self._weight_words(weights, at[i] // per_row, at[i] % per_row).store(words.load())
 
     def _weight_words(self, weights: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
-        """Return vector number `vector` of a row of the slice in shared memory, as 32-bit words."""
+        """Return a view, as 32-bit words, of vector number `vector` of a row of the weight's slice in shared memory."""
         return shared_at(Int32, weights + (row * self.row_words + vector * WORDS), WORDS)
 
     @cute.jit
@@ -219,7 +224,7 @@ class Project(Invariant):
 
     @cute.jit
     def _advance(self, stage: cute.Pointer, problem: Projection, path: Path, place: Place, is_any) -> Place:
-        """Start to copy a step to a stage, if any step is left (`is_any`), and return the step after it."""
+        """Start to copy a step to a stage, if any step is left (`is_any`). Return the step to copy after this one."""
         copy = AsyncCopy(WORDS)
         if is_any:
             self._copy(copy, stage, problem, place, path.vectors)
@@ -230,7 +235,8 @@ class Project(Invariant):
     def _stream(
         self, ring: cute.Pointer, weights: cute.Pointer, problem: Projection, path: Path, first: Place, ahead: Place
     ):  # fmt: skip
-        """Multiply all of a warp's token tiles; their steps form one copy pipeline, which does not drain between tiles.
+        """Multiply all of a warp's token tiles. The steps of all tiles form one copy pipeline, which does not drain
+        between tiles.
 
         Args:
             ring: the warp's own stages, which `_start` began to fill.
@@ -260,7 +266,8 @@ class Project(Invariant):
 
     @cute.jit
     def _next(self, place: Place, path: Path) -> Place:
-        """Return the step after a step: of the same tile, or the first of the warp's next tile."""
+        """Return the step that follows a step: the next step of the same tile, or the first step of the warp's next
+        tile."""
         tile, step = place.tile, place.step + 1
         if step == path.steps:
             tile += path.stride

@@ -238,7 +238,8 @@ class VectorGradients(Invariant):
         return tile * TOKEN_TILE + cute.arch.lane_idx() % 4 * 2 + OFFSETS[j]
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, at: Int32) -> list:
-        """Return the weight at a lane's columns as left MMA operands, listed by step of 8 outputs and by 16 columns."""
+        """Return the weight at a lane's columns as left MMA operands. They are nested by step of 8 outputs, then by 16
+        columns."""
         place = cute.arch.lane_idx() % 4
         steps = []
         for step in range(self.outputs // 8):
@@ -293,7 +294,7 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a token tile: add its contribution to d_weight to `sums`, and store its d_x.
+        """Process a token tile: add the tile's contribution to the sums for d_weight (`sums`), and store its d_x.
 
         All loads come first, since the compiler cannot move a load before a store.
         """

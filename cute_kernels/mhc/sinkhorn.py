@@ -149,7 +149,8 @@ def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cu
 
 
 def _wake(start: Start, v: cute.Tensor, done: Int32, n: int):
-    """Set the factor of each column that has slept for exactly `done` iterations, so that it takes part from now on."""
+    """Wake each column that has slept for exactly `done` iterations: set its factor, so that the column takes part from
+    now on."""
     for j in range(n):
         v[j] = select(start.sleep[j] == done, start.first[j], v[j])
 
@@ -171,10 +172,11 @@ def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlas
 
 
 def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
-    """Replace Q after a step, in place, by Q before this step (see the top of this file).
+    """Go back one step: replace Q after the step, in place, by Q before it (see the top of this file).
 
-    ours: the factors, after the step, of the lines (rows or columns) that it normalised. theirs, strides: as in
-    `_balance`.
+    Args:
+        ours: the factors, after the step, of the lines (rows or columns) that the step normalised.
+        theirs, strides: as in `_balance`.
     """
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]

@@ -23,11 +23,11 @@ from ..device.warp_mma import WarpMma, as_operands
 
 
 class Split(NamedTuple):
-    """The two parts of split numbers, as 32-bit words of MMA operands.
+    """Split numbers, as 32-bit words of MMA operands.
 
     Attributes:
         near: the nearest numbers.
-        rest: the rests times `rest_scale`.
+        rest: the rests (number less nearest number), times `rest_scale`.
     """
 
     near: cute.Tensor
@@ -40,8 +40,8 @@ def rest_scale(dtype: type[cutlass.Numeric]) -> float:
 
 
 def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
-    """Split float32 registers into operands of `dtype`. For Float32 the parts are TF32, one a word; otherwise a word
-    has two 16-bit elements."""
+    """Split float32 registers into MMA operands of `dtype`: nearest numbers and rests. For Float32, the two are TF32
+    numbers, one in a word; otherwise a word has two 16-bit elements."""
     rest = cute.make_rmem_tensor(values.shape, Float32)
     if const_expr(dtype is Float32):
         near = as_operands(cute.recast_tensor(values, Int32), dtype)

@@ -94,7 +94,7 @@ class TileSums(Invariant):
 
     @cute.jit
     def _store(self, out: Int64, code: Int32, warp: Int32, width: Int32, index: Int32, total: cute.Tensor):
-        """Store a fragment in d_weight (`out`), where 8 lanes have 8 neighbouring elements of a row."""
+        """Store a fragment's sums in d_weight (`out`). There, 8 lanes have 8 neighbouring elements of a row."""
         lane, place = cute.arch.lane_idx(), self.columns.place(warp, width)
         for k in cutlass.range_constexpr(FRAGMENT):
             vector = index % self.pairs * 2 + k // 2

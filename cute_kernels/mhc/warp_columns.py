@@ -19,9 +19,9 @@ class Place(NamedTuple):
     """The columns of a warp.
 
     Attributes:
-        stream: index of their stream.
+        stream: index of the stream of these columns.
         at: the first column, counted in a token's row of n C columns.
-        inside: how many of the warp's vectors exist; the rest lie past the stream's end.
+        inside: how many of the warp's vectors exist; the others lie past the stream's end.
     """
 
     stream: Int32

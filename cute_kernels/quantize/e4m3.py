@@ -35,7 +35,8 @@ def e4m3_byte(value: Float32) -> Int32:
 
 
 def e4m3_value(value: Float32) -> Float32:
-    """Round a number of at most 448 to the nearest E4M3 value, returned in float32; NaN and Inf stay as they are."""
+    """Round a number of at most 448 to the nearest E4M3 value, and return it in float32. NaN and Inf stay as they
+    are."""
     bits = value.bitcast(Int32)
     half = (1 << DROPPED_BITS - 1) - 1
     normal = bits + half + (bits >> DROPPED_BITS & 1) & -(1 << DROPPED_BITS)

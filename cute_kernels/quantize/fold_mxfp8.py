@@ -131,7 +131,7 @@ class FoldMxfp8(Invariant):
 
 
 class Span(NamedTuple):
-    """Vectors of a row that one thread handles. They begin at columns `column`, `column` + `step`, ..., up to
+    """Vectors of a row that one thread handles. They begin at columns `column`, `column` + `step`, ..., all below
     `columns`.
 
     w, data: addresses of the row in the weight and in the result.

@@ -166,7 +166,8 @@ class QuantizeMxfp4(Invariant):
         return select(exponent == E8M0_NAN, Int32(0), bits)
 
     def _signs(self, words: cute.Tensor) -> list[Int32]:
-        """Return a word for each pair of the vector's elements, with their signs at bits 15 and 31."""
+        """Return the signs of the vector's elements: a word for each pair of elements, with their signs at bits 15 and
+        31."""
         if self.magnitudes.packed:
             return [words[i] for i in range(self.vector // 2)]
         return [_permuted(words[i], words[i + 1], 0x7632) for i in range(0, self.vector, 2)]

@@ -22,7 +22,8 @@ def power_of_two(byte: Int32) -> Float32:
 
 
 def magnitude_of(value: Float32) -> Int32:
-    """Return the bits of |value| as an integer. These integers are ordered like the numbers, with NaN greatest."""
+    """Return the bits of |value| as an integer. These integers have the same order as the numbers, and NaN is the
+    greatest."""
     return value.bitcast(Int32) & F32_MAGNITUDE
 
 
@@ -41,7 +42,8 @@ def exponent_of(amax: Float32) -> Int32:
 
 
 def multiplier_of(exponent: Int32) -> Float32:
-    """Return 1 / scale = 2^(127 - exponent) for a scale byte, exact in float32 (subnormal for 0xFE); NaN for 0xFF."""
+    """Return 1 / scale = 2^(127 - exponent) for a scale byte; NaN for 0xFF. The result is exact in float32 (subnormal
+    for 0xFE)."""
     bits = (Int32(E8M0_INF) - exponent) << 23
     bits = select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
     return select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)

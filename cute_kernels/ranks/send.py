@@ -284,7 +284,7 @@ class SendTokens(_Send):
         self, operation: Operation, region: cutlass.Constexpr[str], words: cutlass.Constexpr[int], rows: Int64,
         vectors: Int32, first: Int32, table: Table, sizes: Sizes,
     ):  # fmt: skip
-        """Send each token's row, or its scales, to the ranks that have one of its experts.
+        """Send each token's row, or the scales of the row, to the ranks that have one of the token's experts.
 
         Args:
             region: the name of the windows' region that receives the rows.
@@ -341,14 +341,14 @@ class SendTokens(_Send):
 
 
 class Rows(NamedTuple):
-    """The results of this rank's experts for the tokens that ranks sent.
+    """The results of this rank's experts for the tokens that the ranks sent.
 
     Attributes:
         y: the address of the rows of results.
         row_of: the address of int32 [world, most, k], the row of y for each choice of each token that a rank sent; -1:
             this rank does not have the choice's expert.
-        d_weights: the address of float32 [world, most, k], gradients of the choices' weights, which are sent with the
-            sums; 0: there are none.
+        d_weights: the address of float32 [world, most, k], gradients of the choices' weights. They are sent with the
+            sums. 0: there are none.
         is_summed: 1: y is [world, most, H], in which each token's rows are already added; 0: y has a row for each
             choice of this rank's experts.
     """

@@ -36,7 +36,7 @@ class GroupWindow(NamedTuple):
 
     Attributes:
         base: index of the first group.
-        begin, end: the rows of the lane's group.
+        begin, end: the first row of the lane's group, and the row after its last row.
         tiles_end: number of cluster tiles of all groups from group 0 up to and including the lane's group.
     """
 
@@ -64,7 +64,8 @@ class GroupTileScheduler(Invariant):
         self.grid = grid
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
-        """Return the number of cluster tiles (tiles that a cluster's CTAs make together) that cover `rows` rows."""
+        """Return the number of cluster tiles that cover `rows` rows. A cluster tile is the tiles that a cluster's CTAs
+        make together."""
         rows_per_cluster = self.tile_m * self.cluster_m
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
@@ -137,7 +138,8 @@ class GroupTileScheduler(Invariant):
         return band * RASTER_BAND + in_band - column * height, column
 
     def _cluster_tile_at(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
-        """Return the row and column, in cluster tiles, of cluster tile `index` of a group of `rows` rows."""
+        """Return the coordinates (row and column, in cluster tiles) of cluster tile `index` of a group of `rows`
+        rows."""
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:

@@ -22,7 +22,7 @@ class SameTiles(GroupTileScheduler):
     cover its dw, whatever its rows."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
-        """Return the number of cluster tiles along dw's rows. It does not depend on the group's rows."""
+        """Return the number of cluster tiles along dw's rows. The group's rows do not matter."""
         return self.grid.num_m
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
