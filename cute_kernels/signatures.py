@@ -111,9 +111,8 @@ _OPTIONAL_INPUTS = each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
-    """Return the `Signature.divisors` of a GEMM. Along the given dimensions operands have scales, so their sizes must
-    be whole blocks. For weights of 4 bits, there is also a divisor for their columns in memory, which are 32-bit words
-    of eight elements.
+    """Return the `Signature.divisors` of a GEMM: the sizes of some dimensions must be whole blocks of scales. For
+    weights of 4 bits, there is also a divisor for their columns in memory, which are 32-bit words of eight elements.
 
     letters: the names of the dimensions along which operands have scales, separated by spaces.
     """

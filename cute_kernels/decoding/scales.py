@@ -110,7 +110,7 @@ class E8m0(Scales):
         return [self._multiplier(byte_of(scales, index)) for index in range(first, first + count)]
 
     def _multiplier(self, byte: Int32) -> Int32:
-        """Return the multiplier of a byte. A large byte returns the multiplier of the greatest byte that is not
+        """Return the multiplier of a byte. For a large byte, return the multiplier of the greatest byte that is not
         large."""
         if self.first_large is None:
             return power_of(byte)

@@ -51,8 +51,7 @@ class Slots(Invariant):
         smem: (row, column, slot), `cols` columns of `dtype`.
         thread: the thread's index in its warpgroup.
         is_storing_warp: True in the warp that calls `start` and `drain`.
-        warp_step: a warp has 16 rows of a slab; the distance, in rows of the tile, from one warp's rows to the next
-            warp's.
+        warp_step: distance, in rows of the tile, from one warp's 16 rows of a slab to the next warp's 16 rows.
     """
 
     warp_step = 16

@@ -100,8 +100,8 @@ class GluPreactAdapted(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any) -> Traced:
-    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
-    arguments).
+    """Return a pair to compile: the host function that launches the spec's kernel, and stand-ins for the function's
+    arguments.
 
     gemm_type: the architecture's class of GEMM kernels.
     """

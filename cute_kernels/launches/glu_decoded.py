@@ -59,8 +59,8 @@ class GluWithGlobalScales(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
-    arguments).
+    """Return a pair to compile: the host function that launches the spec's kernel, and stand-ins for the function's
+    arguments.
 
     Args:
         gemm_type: the architecture's class of GEMM kernels with decoded weights.

@@ -60,8 +60,8 @@ class MmWithGlobalScales(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
-    arguments).
+    """Return a pair to compile: the host function that launches the spec's kernel, and stand-ins for the function's
+    arguments.
 
     Args:
         gemm_type: the architecture's class of GEMM kernels with decoded weights.

@@ -28,8 +28,8 @@ class Wgrad:
 
 
 def trace(spec: GroupedWgradSpec, wgrad_type: Any) -> Traced:
-    """Return what is compiled for a spec: a pair (host function that launches its kernel, stand-ins for the function's
-    arguments).
+    """Return a pair to compile: the host function that launches the spec's kernel, and stand-ins for the function's
+    arguments.
 
     wgrad_type: the architecture's class of weight gradient kernels.
     """

@@ -86,8 +86,8 @@ class Logits(Invariant):
         self, sums: cute.Tensor, dtype: cutlass.Constexpr, x: Int64, weight: Int64, expert: Int32, first: Int32,
         tokens: Int32, width: Int32,
     ):  # fmt: skip
-        """Add this thread's part of some dot products to `sums`. sums[t] belongs to token first + t, for t < TOKENS.
-        The dot product is that of the token and an expert's weight row.
+        """Add to sums[t], for t < TOKENS, this thread's part of the dot product of token first + t and an expert's
+        weight row.
 
         Past the last token, the last token is read again. dtype: the dtype of the weight.
         """

@@ -6,9 +6,9 @@ chunk. The sort has three steps:
 
 1. Each warp counts its run's choices of each expert.
 2. One thread for each expert computes the expert's first row in each warp: the sum of all counts of lower experts, and
-  of this expert's counts in earlier chunks and earlier warps.
+   of this expert's counts in earlier chunks and earlier warps.
 3. Each warp goes through its run again, 32 choices at a time. Lanes with the same expert take this expert's next rows
-  in order.
+   in order.
 
 The previous kernel ("count" or "choose" in route.py) makes the counts of all chunks, [chunks, E]. A single chunk needs
 only its own counts.

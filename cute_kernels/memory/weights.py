@@ -64,8 +64,9 @@ class ExpertAddress(NamedTuple):
 class GateRows(NamedTuple):
     """The order of a gated layer's weight rows, known at run time.
 
-    Row i of half h (0: a, the activated half; 1: u, the linear half) is weight row i % 32 * step + i / 32 * block + h *
-    half.
+    Row i of half h (0: a, the activated half; 1: u, the linear half) is weight row
+
+        i % 32 * step + i / 32 * block + h * half
 
     Attributes:
         layout: the layout's number in specs.LAYOUTS.

@@ -14,11 +14,11 @@ which memory serves faster than the short rows of one warp. For each tile there 
 each:
 
 1. A warp takes its columns of all 16 tokens. It updates and mixes them in registers, and overwrites streams by streams'
-  and y by u in the stage. A lane has 4 neighbouring columns of two tokens. These words of streams' are its words of an
-  MMA operand, so the contraction takes columns in whatever order that gives. The weight, each element as two 16-bit
-  numbers (`split.py`), stays in registers.
+   and y by u in the stage. A lane has 4 neighbouring columns of two tokens. These words of streams' are its words of an
+   MMA operand, so the contraction takes columns in whatever order that gives. The weight, each element as two 16-bit
+   numbers (`split.py`), stays in registers.
 2. All warps store whole rows of streams' and u, and add the warps' sums over columns: p, the sum of the streams'
-  squares, and the sum of u's squares.
+   squares, and the sum of u's squares.
 
 Each slice stores its part of these sums. A second kernel (`boundary_finish.py`) adds the parts, makes the coefficients,
 and scales u to x. u is stored at x's address, or in the workspace if x is wanted in MXFP8 alone (`boundary_mxfp8.py`).

@@ -24,12 +24,12 @@ a ring of stages in shared memory, filled by asynchronous copies (`boundary_tile
 steps, with a barrier before each:
 
 1. A warp takes its columns of all 16 tokens (`boundary_columns.py`). dp weight is a product on tensor cores, whose
-  operand, the weight, stays in registers. A lane gets four neighbouring columns of two tokens of the result, and
-  computes everything for them except sums. d'_j and d_mix are rounded to 16 bits, since step 2 multiplies them on
-  tensor cores.
+   operand, the weight, stays in registers. A lane gets four neighbouring columns of two tokens of the result, and
+   computes everything for them except sums. d'_j and d_mix are rounded to 16 bits, since step 2 multiplies them on
+   tensor cores.
 2. The sums are made on tensor cores (`boundary_sums.py`). A warp multiplies streams' of its columns by dp; these
-  products are summed over tokens in registers. It also multiplies rows of two tokens by each other, over all columns.
-  Results go to memory in whole rows.
+   products are summed over tokens in registers. It also multiplies rows of two tokens by each other, over all columns.
+   Results go to memory in whole rows.
 """
 
 from __future__ import annotations

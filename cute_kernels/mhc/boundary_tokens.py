@@ -267,8 +267,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_sums(self, gates: LaneGates, sums: cute.Pointer, rows: Int64):
-        """Store this CTA's row of `rows`, which has two sums over the CTA's tokens for each of K outputs: first [K] for
-        the gradient of base, then [K] for the gradient of the output's factor (scale)."""
+        """Store this CTA's row of `rows`, [2 K] sums over the CTA's tokens. The first K are for the gradient of base,
+        the other K for the gradient of each output's factor (scale)."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, element = thread // LANES, self._element()

@@ -1,8 +1,8 @@
 """The projection p = x weight^T, with the squares of x for its norms, for a float32 weight ("exact"). Each element of
 the weight is split into two numbers of the MMA's dtype (split.py), so that its precision is kept.
 
-A split slice of the weight takes twice the shared memory that it takes in `project.py`. If this kernel worked like that
-one, it would have twice as many slices, and each slice has sums for every token to write and to add. So this kernel
+A split slice of the weight takes twice the shared memory that it takes in `project.py`. Built like `project.py`, this
+kernel would have twice as many slices, and each slice has sums for every token to write and to add. So this kernel
 works the other way:
 
 - A CTA keeps the sums of 512 tokens in registers and steps through the columns of x and of the weight.
@@ -287,7 +287,7 @@ class ExactProducts(Invariant):
         cute.arch.sync_warp()
 
     def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
-        """Return 16 bytes, as words, from shared memory: those `rows` rows after the lane's address `place`."""
+        """Return 16 bytes of shared memory as words. They lie `rows` rows after the lane's address `place`."""
         words = cute.make_rmem_tensor(WORDS, Int32)
         words.store(shared_at(Int32, place + rows * self.step_words, WORDS).load())
         return words

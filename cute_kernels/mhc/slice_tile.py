@@ -86,7 +86,7 @@ class SliceTile(Invariant):
         return (row * self.vectors + (vector ^ (row % 4 * 2 + row // 4 % 2 ^ apart))) * WORDS
 
     def mine(self) -> Int32:
-        """Return the offset, in words, within an array of this lane's 8 bytes (COLUMNS columns) of token lane / 4.
+        """Return where this lane's 8 bytes (COLUMNS columns) of token lane / 4 lie in an array, as an offset in words.
 
         The lane's 8 bytes of token lane / 4 + 8 lie `half_words` further. In the array of stream j, both offsets are
         XORed with APART[j] * WORDS.

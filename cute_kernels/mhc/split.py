@@ -3,8 +3,8 @@ the dtype; the second, called the rest, is the difference.
 
 Two bfloat16 numbers hold 16 bits of a float32 number (an error of 2^-18 at most), two of float16 or TF32 hold 22. The
 product of two split numbers has the same precision with three products: all except rest times rest. A third number
-would make the split exact. But it would be below what float32 sums of thousands of terms resolve, and it would cost a
-third product.
+would make the split exact. But it would be below what float32 sums of thousands of terms resolve, and it would cost
+further products (if only one operand is split, a third one).
 
 A rest in float16 is stored times 2^11 (`rest_scale`); sums of products with rests are then scaled back. Without this
 factor, the rest of a number below 2^-3 would lie where float16 loses bits. So a pair holds multiples of 2^-35, which is

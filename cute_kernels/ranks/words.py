@@ -207,9 +207,9 @@ class Operation(Invariant):
 
     @cute.jit
     def _elsewhere(self, kind: cutlass.Constexpr[int]) -> Int32:
-        """Return a bit mask of the ranks that are in another operation. There are two signs of this: the rank's
-        operation with this number has the other phase, or the rank wrote an `enter` word for it although this rank
-        needs none (has_credit)."""
+        """Return a bit mask of the ranks that are in another operation. A rank shows this in one of two ways: it wrote
+        a word of the other phase (`tokens` or `sums`) with this operation's number, or it wrote an `enter` word with
+        this number although this rank needs none (has_credit)."""
         other, rank = 1 - self.word, self.link.rank
         is_elsewhere = self._ahead(other, load_word(self._word(rank, other, self.peer))) == 0
         if const_expr(kind != ENTER):

@@ -49,8 +49,8 @@ def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
 
 
 def int32_at(groups: Groups, index: Int32) -> Int32:
-    """Return number `index` at the address of 32-bit group sizes, as stored: the end (offs) or the size (splits) of the
-    group."""
+    """Return the stored number of group `index`: its end (offs) or its size (splits). The encoding must have 32
+    bits."""
     return vector_at(Int32, groups.address)[index]
 
 
