@@ -1,4 +1,8 @@
-"""Child modules of a layer: which may be replaced by the layer's own operators ("plain"), and calls of the others."""
+"""Child modules of nn.MoE and GroupedMLP: tests whether a layer may bypass a child, and calls of other children.
+
+A layer bypasses a "plain" child: the layer reads the child's parameters, and runs its own operators on them. Any other
+child (hooked, wrapped, compiled, of another class) is called as a module.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,19 @@ has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 
 
 def is_plain(child: Any, kind: type[nn.Module]) -> bool:
-    """Return True if calling `child` would run only the forward of `kind`, and no hook, not even a global one.
+    """Return True if calling `child` would run only the forward of class `kind`: no hook, not even a global one.
 
     False: the child is wrapped, hooked (also by FSDP2), compiled, or its class has another forward. Parametrizations,
-    pruning and FSDP1 only change where a module's tensors come from; such a child is plain.
+    pruning and FSDP1 only change where a module's tensors come from; such a child is plain. While torch.compile traces,
+    global hooks are ignored.
     """
     return is_itself(child, kind) and (is_dynamo_compiling() or not has_global_hooks())
 
 
 def is_itself(child: Any, kind: type[nn.Module]) -> bool:
-    """Return True if `child` itself has no hook, wrapper or forward of its own; global hooks are not looked at.
+    """Return True if `child` has no hook and no wrapper, is not compiled, and has the forward of class `kind`.
 
-    `is_plain` looks at both.
+    Unlike `is_plain`, this function ignores global hooks.
     """
     own = child.__dict__
     return not (
@@ -59,15 +64,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Call a child on x [N, H], and return its result [N, width] in `dtype`.
+    """Call the module `child` on x [N, H] without autocast; return the child's result [N, width], cast to `dtype`.
 
     Args:
         name: the child's name in errors.
         child: a module; see `_called` for the dtype in which it computes.
-        width: the required number of columns.
+        width: the required number of columns of the result.
 
     Raises:
-        TypeError, ValueError: the child returns something else.
+        TypeError, ValueError: the child returns no tensor, or a tensor that is not [N, width].
     """
     with _without_autocast(x):
         made = _called(child, x, dtype)
@@ -82,7 +87,8 @@ def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> 
 def _called(child: Any, x: Tensor, dtype: torch.dtype) -> Any:
     """Call a child on x, and return its result.
 
-    A torch Linear computes in `dtype`, as if it were plain; other modules compute in the dtype of their `weight`.
+    A torch Linear computes in `dtype`, as it would if the layer bypassed it. Other modules compute in the dtype of
+    their `weight`, or in `dtype` if they have none.
     """
     weight = getattr(child, "weight", None)
     own = weight.dtype if isinstance(weight, Tensor) else dtype

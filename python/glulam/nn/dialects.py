@@ -1,7 +1,7 @@
 """Conversion of other libraries' state dicts of MoE blocks to the names of `nn.MoE`.
 
-The conversion gives the module's own names, with experts packed or one by one, as in the source; the module's layers
-then convert to the layout that they have.
+The conversion changes names, but not whether experts are packed in one tensor or stored one by one: that stays as in
+the other library. The module's layers (`GroupedLinear.moves`) then pack or split the tensors as they need.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RENAMES = {
 
 
 class Source(NamedTuple):
-    """The tensors in another library's state dict from which one parameter of a GroupedMLP is made, and their layout.
+    """Where another library's state dict stores one parameter of a GroupedMLP, and in which layout.
 
     Attributes:
         keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" stands for an expert's number.
         packed: True: one tensor holds all experts.
-        glu_layout: layout of a tensor that holds gate and up-projection; None: any other tensor.
+        glu_layout: row order of a tensor that holds gate and up-projection; None: the tensor does not hold both.
         transposed: True: matrices are [columns, rows].
         in_blocks: True: the columns' dimension is split into two, [blocks, bytes].
     """
@@ -48,6 +48,7 @@ class Source(NamedTuple):
 
 
 Naming = dict[str, Source]
+"""One library's naming: for each parameter of a GroupedMLP, such as "fc1.weight", its Source."""
 
 
 def _projections(prefix: str, gate: str, up: str, down: str) -> Naming:
@@ -89,22 +90,22 @@ NAMINGS: dict[str, tuple[Naming, ...]] = {
     "shared": (_projections("shared_expert", *QWEN), _projections("shared_experts", *QWEN)),
 }
 QUANTIZED = {"experts": ("experts",), "shared": ("shared_expert", "shared_experts")}
-"""Prefixes of the keys of quantised weights in other libraries, for the children `experts` and `shared` of nn.MoE.
+"""For the children `experts` and `shared` of nn.MoE: prefixes of quantised weights' keys in other libraries.
 
-After the prefix, keys of routed experts continue with the expert's number.
+Keys of routed experts continue with the expert's number: "experts.0.", ...
 """
 
 
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
-    """Yield lists of moves (see `state.Move`) from another library's entries to the names of `block`.
-
-    A move raises TypeError if MXFP4 blocks or scales are not bytes; moves of quantised experts stored one by one raise
-    the errors of `load_experts`.
+    """Yield lists of moves (conversions of entries, see `state.Move`) from another library's names to those of `block`.
 
     Args:
         keys: all keys of the state dict.
         prefix: prefix of the block's keys.
         block: the nn.MoE.
+
+    A move that is applied later raises TypeError if MXFP4 blocks or scales are not bytes. A move of quantised experts
+    that are stored one by one raises the errors of `load_experts`.
     """
     for theirs, ours in RENAMES.items():
         path, _, last = ours.rpartition(".")
@@ -122,7 +123,10 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 
 
 def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Naming, mlp: Any) -> list[Move]:
-    """Return the moves (`state.Move`) from one library's naming; []: the keys are not exactly this naming's.
+    """Return the moves (`state.Move`) that convert from one library's naming.
+
+    []: the state dict has other keys under this prefix than the naming, or the module's parameters or activation do not
+    fit the naming.
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
@@ -149,10 +153,11 @@ def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Nami
 
 
 def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, mlp: Any) -> Move | None:
-    """Return the move (`state.Move`) of quantised experts stored one by one (`formats.checkpoint_names`).
+    """Return the move (`state.Move`) that loads quantised experts stored one by one (`formats.checkpoint_names`).
 
-    None: the keys have no such experts, or the module's format, bias or activation does not fit them. Weights without
-    scales get a move, too: it raises ValueError if they are quantised, and else does nothing.
+    None: the state dict has no such experts, or the module's format, bias or activation does not fit them. Weights
+    without scales get a move, too. It does nothing for 16-bit weights, and raises ValueError for quantised weights,
+    whose scales are missing.
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
@@ -174,9 +179,9 @@ def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, ml
 
 
 def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: Any) -> list[Tensor] | None:
-    """Return fc1's, then fc2's buffers, made from the experts' stored tensors.
+    """Make a GroupedMLP's weight buffers, fc1's and then fc2's, from quantised experts that are stored one by one.
 
-    None: the stored tensors are in another format than the module's, or in 16 bits.
+    Returns None if the stored tensors are in 16 bits, or in another format than the module's.
 
     Args:
         values, keys: the tensors, and their keys in the state dict.
@@ -205,9 +210,15 @@ def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: 
 
 
 def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
-    """Return NVFP4 global scales in the layer's shape, [E] or [E, 2].
+    """Return NVFP4 global scales in the layer's shape: [E], or [E, 2] if gate and up-projection have their own scales.
 
-    Raises ValueError if the layer has one global scale for each expert, but the stored halves have different ones.
+    Args:
+        factors: the stored global scales: [E], or [E, 2] if those of gate and up-projection differ.
+        halves: 1: the layer has [E]; 2: it has [E, 2].
+        start, layout: prefix of the keys, and the layer's glu_layout, for the error.
+
+    Raises:
+        ValueError: the layer has one global scale for each expert, but gate and up-projection have different ones.
     """
     if factors.dim() == halves:
         return factors
@@ -220,9 +231,15 @@ def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
 
 
 def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], make: Any) -> list[Tensor] | None:
-    """Return what `make`, a partial `_joined`, makes of the blocks or the scales of MXFP4 weights, viewed as bytes.
+    """View the blocks or scales of MXFP4 weights as bytes, and convert them by `make`, a partial `_joined`.
 
-    Raises TypeError if their dtype is none of `dtypes`. key: the key of the first tensor, for the error.
+    Args:
+        parts, make: the tensors, and the conversion, whose result is returned.
+        key: the key of the first tensor, for the error.
+        dtypes: the valid dtypes.
+
+    Raises:
+        TypeError: the first tensor has another dtype.
     """
     if message := refusal(key, parts[0], dtypes):
         raise TypeError(f"state dict: {message}")
@@ -231,7 +248,9 @@ def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], m
 
 
 def _joined(parts: list[Any], source: Source, rank: int, glu_layout: str) -> list[Tensor] | None:
-    """Convert a source's tensors to one parameter, of one expert or of all: [(E,) rows(, columns)].
+    """Convert tensors of another library's layout to one parameter: [rows, columns], or [rows] for a bias.
+
+    The parameter of all experts has a first dimension E.
 
     Args:
         parts: one tensor, or the gate's and the up-projection's.

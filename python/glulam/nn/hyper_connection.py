@@ -30,33 +30,35 @@ NORM_EPS = 1e-6
 
 
 class HyperConnection(nn.Module):
-    """n residual streams around any sublayer; see `glulam.mhc` for the operators.
+    """Hyper-connection: n residual streams around any sublayer. `glulam.mhc` describes the operators.
 
         h_pre, h_post, logits = project(x);  y = sublayer(aggregate(x, h_pre))
         result = post_mix(x, sinkhorn(logits), h_post, y)
 
-    Everything before the sublayer is one call of a compiled function, and everything after it another. In backward the
-    kernels that compute the three gradients of x also add them.
+    Forward is two calls of compiled functions: one for everything before the sublayer, one for everything after it. x
+    is used three times (project, aggregate, post_mix); in backward, the kernels that compute the three gradients of x
+    also add them.
 
     Args:
-        num_streams, width: n and C. On a GPU n is 2, 4 or 8 ("v4.1": 4), and C a multiple of 8.
+        num_streams, width: n, and C, a stream's width. On a GPU n is 2, 4 or 8 ("v4.1": 4), and C a multiple of 8.
         sublayer: a module or function, called with [..., C] and with forward's further arguments. It returns y [..., C]
             or (y, bias [C]); post_mix adds the bias. None: call `pre` and `post` around your own code.
         iters, eps, sinkhorn_eps: see `mhc.sinkhorn` and `mhc.project`.
         transpose_res: see `mhc.post_mix`.
         norm_weight: whether there is a parameter norm_weight, the weight of the RMSNorm on the projection's input; see
             `mhc.project`.
-        form: "mhc"; or "v4.1" for DeepSeek-V4.1's hyper-connection: forward takes and returns `HyperStreams`, and runs
-            one `mhc.boundary` before the sublayer, which includes the sublayer's RMSNorm. `eps` is then boundary's
-            rms_eps and `sinkhorn_eps` its eps; a norm_weight always exists, and transpose_res is not available.
+        form: "mhc", or "v4.1" for DeepSeek-V4.1's hyper-connection. With "v4.1", forward takes and returns
+            `HyperStreams`, and runs one `mhc.boundary` before the sublayer. The boundary includes the sublayer's
+            RMSNorm. Its rms_eps is `eps`, and its eps is `sinkhorn_eps`. There is always a norm_weight, and
+            transpose_res is not available.
         norm_eps: only for "v4.1": epsilon in the root of the sublayer's RMSNorm.
         device, dtype: device and dtype of the parameters: float32 by default, or 16-bit. Streams may have another
             dtype.
 
-    Parameters of "v4.1": fn [n n + 2n, n C], scale [3], base [n n + 2n] and norm_weight [C], named like in its
-    checkpoints. Parameters of "mhc": weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n],
-    and, on request, norm_weight [n C], initially ones. After initialisation the sublayer's input is about the mean of
-    the streams, its output is added to each stream, and the streams hardly mix.
+    Parameters of "mhc": weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n], and, on request,
+    norm_weight [n C], initially ones. Parameters of "v4.1", named as in DeepSeek's checkpoints: fn [n n + 2n, n C],
+    scale [3], base [n n + 2n] and norm_weight [C]. After initialisation the sublayer's input is about the mean of the
+    streams, its output is added to each stream, and the streams hardly mix.
 
     Raises:
         ValueError, TypeError: at construction: an option is invalid, or options cannot work together.
@@ -113,7 +115,7 @@ class HyperConnection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set small random weights, and biases with which the residual streams hardly mix; see the class."""
+        """Set small random weights, and biases that make the residual streams hardly mix; see the class."""
         n, is_v41 = self.num_streams, self.form == "v4.1"
         weight, bias = (self.fn, self.base) if is_v41 else (self.weight, self.bias)
         with torch.no_grad():
@@ -138,17 +140,17 @@ class HyperConnection(nn.Module):
     def boundary(
         self, carried: HyperStreams, *, x_block: Block | None = None, return_x: bool = False
     ) -> mhc.BoundaryResults | mhc.QuantizedBoundaryResults:
-        """Run `mhc.boundary` with the module's parameters, for code that calls the sublayer itself.
+        """Run `mhc.boundary` with the module's parameters, for code that calls the sublayer itself. Only form "v4.1".
 
         Args:
-            carried: the previous connection's result, or `HyperStreams.begin` before the first connection.
+            carried: the previous connection's result; before the first connection, the result of `HyperStreams.begin`.
             x_block: "1x32" or "1x128": return the sublayer's input in MXFP8, with scales of blocks of that size; not
                 differentiable. None: return it in the streams' dtype.
-            return_x: with x_block, return the sublayer's input in the streams' dtype, too.
+            return_x: with x_block, also return the sublayer's input in the streams' dtype.
 
         Returns:
-            The updated streams, the sublayer's input, and the coefficients pre, post and comb for the next connection,
-            as BoundaryResults; with x_block as QuantizedBoundaryResults.
+            BoundaryResults: the updated streams, the sublayer's input, and the coefficients pre, post and comb for the
+            next connection. With x_block: QuantizedBoundaryResults.
 
         Raises:
             RuntimeError: the module's form is not "v4.1".
@@ -167,30 +169,45 @@ class HyperConnection(nn.Module):
             raise RuntimeError(f"HyperConnection: {method} is of form={form!r}, and this one is {self.form!r}")
 
     def pre(self, x: Tensor) -> mhc.PreResults:
-        """Return the sublayer's input (`out`) and the coefficients for `post`, from streams x [..., n, C].
+        """Compute the sublayer's input and the coefficients for `post`. Only for form "mhc".
 
-        Only for form "mhc".
+        Args:
+            x: streams [..., n, C].
+
+        Returns:
+            `mhc.PreResults`; its `out` is the sublayer's input. Give the whole result to `post`.
+
+        Raises:
+            RuntimeError: the module's form is not "mhc".
         """
         self._check_is("mhc", "pre")
         parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
         return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps, norm_weight=self.norm_weight)
 
     def post(self, made: mhc.PreResults, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the streams after the sublayer.
+        """Return the streams [..., n, C] after the update with the sublayer's output y. Only for form "mhc".
 
-        made: the result of `pre`; y: the sublayer's output [..., C]; bias: [C], added to y unless None.
+        Args:
+            made: the result of `pre`.
+            y: the sublayer's output [..., C].
+            bias: [C], added to y; None: no bias.
         """
         return mhc.post_mix(made.residual, made.h_res, made.h_post, y, bias, transpose_res=self.transpose_res)
 
     def forward(self, x: Any, *arguments: Any, **named: Any) -> Any:
-        """Run the sublayer between the streams' mix and update.
+        """Mix the streams to the sublayer's input, run the sublayer, and update the streams with its output.
 
         Args:
             x: streams [..., n, C]; with form "v4.1" `HyperStreams`.
             *arguments, **named: passed on to the sublayer.
 
         Returns:
-            The new streams, of the same type as x.
+            The new streams, of the same type as x. With form "v4.1", the update with this sublayer's output is part of
+            the next connection's forward.
+
+        Raises:
+            RuntimeError: the module has no sublayer.
+            TypeError: form is "v4.1", and x is not a HyperStreams.
         """
         if self.sublayer is None:
             ways = "boundary yourself" if self.form == "v4.1" else "pre and post yourself"

@@ -13,10 +13,13 @@ from .. import mhc
 class HyperStreams(NamedTuple):
     """Residual streams, the last sublayer's output, and the coefficients that the last hyper-connection computed.
 
+    The streams are not updated after a sublayer: the next connection's `mhc.boundary` does that in its own pass over
+    memory.
+
     Attributes:
         streams: [..., n, D], n streams, not yet updated with y.
         y: [..., D], the last sublayer's output; None: the streams are already updated.
-        pre: [..., n], coefficients with which the streams are mixed to the next sublayer's input.
+        pre: [..., n], weights of the sum over streams that is the next sublayer's input.
         post, comb: [..., n] and [..., n, n], coefficients of the update with y; None if y is None.
     """
 
@@ -30,7 +33,7 @@ class HyperStreams(NamedTuple):
     def begin(cls, x: Tensor, num_streams: int) -> HyperStreams:
         """Return the streams that a model starts with: num_streams copies of an embedding x [..., D].
 
-        The first mix selects stream 0.
+        `pre` is 1 for stream 0 and 0 for the others, so the first sublayer's input is x.
         """
         streams = x.unsqueeze(-2).expand(*x.shape[:-1], num_streams, x.shape[-1]).contiguous()
         pre = x.new_zeros(*x.shape[:-1], num_streams, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -38,9 +41,9 @@ class HyperStreams(NamedTuple):
         return cls(streams, None, pre, None, None)
 
     def updated(self) -> HyperStreams:
-        """Return the streams after the update with y, for code that changes streams before the next mix.
+        """Update the streams with y now, for code that reads or changes streams; in the result y is None.
 
-        The update is then a separate pass over memory instead of part of `mhc.boundary`.
+        The update is then a separate pass over memory instead of a part of the next `mhc.boundary`.
         """
         if self.y is None or self.post is None or self.comb is None:
             return self
@@ -48,5 +51,5 @@ class HyperStreams(NamedTuple):
         return HyperStreams(streams, None, self.pre, None, None)
 
     def end(self) -> Tensor:
-        """Return the mix [..., D] of the updated streams, the input of a model's last norm."""
+        """Return the input [..., D] of a model's last norm: the updated streams, summed with the weights `pre`."""
         return mhc.aggregate(self.updated().streams, self.pre)

@@ -1,8 +1,9 @@
-"""Batch-invariant products of a layer's Linears (router, shared gate), used under `glulam.batch_invariant(True)`.
+"""Batch-invariant products for the Linears of nn.MoE (router, shared gate), used under `glulam.batch_invariant(True)`.
 
-torch's Linear adds in an order that depends on the number of tokens; these functions add in one order for any number.
-For 16-bit results they run a grouped GEMM with one expert, in forward and backward. For float32 logits of 16-bit tokens
-they run the kernel that otherwise serves only few tokens (`layer.few_tokens`).
+torch's Linear adds in an order that depends on the number of tokens. These functions add in the same order for any
+number of tokens, so a token's result does not depend on the batch. For 16-bit results they run a grouped GEMM with one
+expert, in forward and backward. For float32 logits of 16-bit tokens they run the kernel of `layer.few_tokens`, which is
+otherwise used only for few tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from ..ops.grouped_mm import grouped_mm
 from .children import product
 
 MOST_TOKENS = 4 * 65535
-"""Most tokens for which the kernel of float32 logits can be launched: a CTA has four tokens, and a grid dimension 65535
-CTAs.
-"""
+"""Most tokens in a launch of the kernel of float32 logits: 4 tokens a CTA, times 65535 CTAs in a grid dimension."""
 FALSE = "or set it to False"
 
 
 def route_in_order(
     name: str, tokens: Tensor, weight: Tensor, weight_bias: Tensor | None, k: int, dtype: torch.dtype, **options: Any
 ) -> Routing:
-    """Return `route` of the logits tokens weight^T + weight_bias in `dtype`, whose sums have one order for any N.
+    """Compute the router's logits = tokens weight^T + weight_bias batch-invariantly, and return `route(logits, k)`.
 
     Args:
         name: the router's name in errors.
         tokens, weight, weight_bias: [N, H], [E, H] and [E] or None.
+        dtype: dtype of the logits.
         k, options: see `route`.
 
     Raises:
-        NotImplementedError: no kernel computes such logits in one order.
+        NotImplementedError: no kernel computes these logits batch-invariantly: tokens are on the CPU, or neither the
+            grouped GEMM (logits in the tokens' 16-bit dtype) nor the kernel of few tokens fits.
     """
     if dtype == tokens.dtype and dtype in KERNEL_DTYPES:
         return route(product_in_order(name, tokens, weight, weight_bias), k, **options)
@@ -56,7 +57,7 @@ def route_in_order(
 
 
 def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias in x's dtype, whose sums have one order for any N. Differentiable.
+    """Return x weight^T + bias [N, E] in x's dtype, added in the same order for any N. Differentiable.
 
     Args:
         name: the layer's name in errors.
@@ -79,9 +80,9 @@ def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def refuse_called(name: str, child: Any) -> None:
-    """Raise NotImplementedError if `child`, which must be called as a module, is a torch Linear.
+    """Refuse a torch Linear that must be called as a module, since its order of addition is not fixed.
 
-    A Linear's order of addition is not fixed. Modules of other classes are not refused.
+    Modules of other classes pass: their order of addition is the user's concern.
 
     Args:
         name: the child's name in errors.

@@ -27,10 +27,10 @@ class GroupedLinear(DelaysWeightGradients, Converts):
     Args:
         num_experts, in_features, out_features: E, K and N. K and N are multiples of 8 on a GPU.
         bias: whether the layer has a bias [E, N].
-        packed: one parameter `weight` [E, N, K] (and `bias` [E, N]); False: E parameters `weight0` .. [N, K] (and
-            `bias0` .. [N]). State dicts of either layout load into both.
-        delay_wgrad: leave the gradient of the weights out of backward; `backward_dw` computes it. Until then x, dy and
-            the group sizes are kept, and must not be overwritten.
+        packed: True: one parameter `weight` [E, N, K] (and `bias` [E, N]). False: E parameters `weight0`, `weight1`,
+            ... [N, K] (and `bias0`, ... [N]). State dicts of either layout load into both.
+        delay_wgrad: True: backward does not compute the gradient of the weights; `backward_dw` does. Until then x, dy
+            and the group sizes are kept, and must not be overwritten.
         device, dtype: device and dtype of the parameters; device "meta" allocates nothing. On a GPU the dtype must be
             bfloat16 or float16.
 
@@ -42,11 +42,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     op = "grouped_mm"
     weight_names: tuple[str, ...] = ("weight",)
-    """Names of the tensors that hold packed weights.
-
-    `trained_names`: names of the tensors that are parameters; tensors with other names are buffers.
-    """
+    """Names of the tensors that hold a packed weight: more than one in subclasses with quantised weights."""
     trained_names: tuple[str, ...] = ("weight", "bias")
+    """Names of the tensors that are parameters. Tensors with other names are buffers."""
 
     def __init__(
         self,
@@ -90,9 +88,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
                 parameter.uniform_(-bound, bound)
 
     def parameter_list(self, name: str) -> list[Parameter]:
-        """Return the parameters for `name`, "weight" or "bias": one if packed, else one per expert.
+        """Return the parameters called `name`, "weight" or "bias": one if packed, else one per expert.
 
-        Empty if there is no bias.
+        []: the layer has no such parameter.
         """
         return [held(self, self._parameters, label) for label in self._labels[name]]
 
@@ -116,20 +114,20 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """Return the result [T, N].
+        """Multiply each row by its expert's weight; return the result [T, N].
 
         Args:
             x: rows [T, K], sorted by expert.
             offs, splits, bias_scale: see `glulam.grouped_mm`.
-            out: [T, N], buffer for the result; None: a new one. It is allowed also if a gradient is recorded; the
-                returned tensor then shares its memory, but is another object. If it is overwritten before a backward
-                that reads it, torch raises its usual error.
+            out: [T, N], buffer for the result; None: a new one. A buffer is allowed even if a gradient is recorded: the
+                returned tensor then shares the buffer's memory, but is another object. If the buffer is overwritten
+                before a backward that reads it, torch raises its usual error.
             grad_input: [T, K], buffer to which each backward writes x's gradient, with zeros after the last group;
                 None: a new one.
 
         Raises:
-            ValueError, TypeError: raised by `glulam.grouped_mm`; a buffer does not fit, overlaps an input or requires a
-                gradient; grad_input is given, but x requires no gradient or grad mode is off.
+            ValueError, TypeError: raised by `glulam.grouped_mm`; or a buffer does not fit, overlaps an input or
+                requires a gradient; or grad_input is given, but x requires no gradient or grad mode is off.
         """
         given = {
             "x": x, "w": self.experts("weight"), "offs": offs, "splits": splits, "bias": self.experts("bias"),
@@ -143,7 +141,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
             raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
-        """Return the function that writes the weights' gradient instead of autograd; None: autograd computes it.
+        """Return a function for backward that computes and writes the weights' gradient to main_grad, or delays it.
+
+        None: autograd gets the gradient as usual.
 
         Args:
             label: the weights' name in errors.

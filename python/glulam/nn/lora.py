@@ -18,17 +18,17 @@ from .quantized_linear import QuantizedLinear
 
 NAME = "add_lora"
 LAYERS = {"fc1": ("a1", "b1"), "fc2": ("a2", "b2")}
-"""Names of the adapter's two matrices (a, b), by the name of the layer that they adapt."""
+"""For each layer that adapters can adapt: the names of the adapter's matrices a [E, r, columns] and b [E, rows, r]."""
 
 
 class Lora(nn.Module):
     """The matrices of a `glulam.ExpertLora` as parameters: `a1`, `b1` adapt fc1, and `a2`, `b2` adapt fc2.
 
-    Both matrices of a layer without an adapter are None.
+    Shapes are a [E, r, columns] and b [E, rows, r]. If a layer has no adapter, both its matrices are None.
 
     Args:
         num_experts, r: E, and the rank of both layers' adapters.
-        scale: factor of the products b a; see `glulam.ExpertLora`.
+        scale: factor of the products b a that are added to the weights; see `glulam.ExpertLora`.
         sizes: for each adapted layer, "fc1" or "fc2": (columns, rows) of an expert's weight.
         device, dtype: device and dtype of the parameters.
     """
@@ -62,18 +62,19 @@ class Lora(nn.Module):
                 nn.init.zeros_(self._parameters[b])  # type: ignore[arg-type]
 
     def adapter(self) -> ExpertLora:
-        """Return the parameters as an ExpertLora, which operators take, and which has `to_peft`."""
+        """Return the parameters as an ExpertLora, for operators' argument `lora`, or for `ExpertLora.to_peft`."""
         named = self._parameters
         return ExpertLora(named["a1"], named["b1"], named["a2"], named["b2"], self.scale)
 
     @torch.no_grad()
     def copy_(self, adapter: ExpertLora) -> Lora:
-        """Copy the matrices and the scale of `adapter`, as `ExpertLora.from_peft` makes it, into this module.
+        """Copy the matrices and the scale of `adapter` (for example of `ExpertLora.from_peft`) into this module.
 
-        Returns self.
+        Returns:
+            This module.
 
         Raises:
-            ValueError: the adapter has other matrices, or other shapes.
+            ValueError: the adapter has other matrices than this module, or matrices of other shapes.
         """
         own, given = self.adapter().given(), adapter.given()
         if own.keys() != given.keys():
@@ -88,7 +89,7 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, layers: dict[str, Any], keep: bool) -> None:
-        """Add the scaled products b a to the layers' weights; each sum is rounded once.
+        """Set each adapted weight to weight + scale b a, computed in float32 or more and rounded once.
 
         Args:
             layers: the layers, by the names "fc1" and "fc2".
@@ -123,7 +124,11 @@ class Lora(nn.Module):
 
 
 class TakesLora(nn.Module):
-    """Base of GroupedMLP: methods that add, merge and remove adapters. `lora`: the submodule of adapters, or None."""
+    """Base of GroupedMLP: methods that add, merge and remove adapters.
+
+    Attributes:
+        lora: the submodule with the adapters' parameters; None: there are no adapters.
+    """
 
     lora: Lora | None
 
@@ -131,13 +136,15 @@ class TakesLora(nn.Module):
         self, r: int, *, alpha: float | None = None, rslora: bool = False, layers: Collection[str] = ("fc1", "fc2"),
         freeze: bool = True, dtype: torch.dtype | None = None,
     ) -> Lora:  # fmt: skip
-        """Add adapters. They change nothing until they are trained, or filled by `Lora.copy_`.
+        """Add LoRA adapters (weight + scale b a). b starts at 0, so results change only by training or `Lora.copy_`.
 
         Args:
             r: the rank.
-            alpha: numerator of the products' scale, which is alpha / r, or alpha / sqrt(r) with `rslora`; None: r.
+            alpha: the scale of b a is alpha / r; None: alpha = r.
+            rslora: True: the scale is alpha / sqrt(r) instead.
             layers: the layers that get adapters: "fc1", "fc2" or both.
-            freeze: call `requires_grad_(False)` on the experts' own weights and biases; False leaves them as they are.
+            freeze: True: call `requires_grad_(False)` on the experts' own weights and biases. False: leave them as they
+                are.
             dtype: dtype of the adapters; None: the dtype of the module's parameters, or bfloat16 if it has none.
                 Float32 adapters with 16-bit rows are rounded at each call, and their gradients are float32.
 
@@ -184,13 +191,14 @@ class TakesLora(nn.Module):
         self.lora = None
 
     def merge_lora(self, keep: bool = True) -> None:
-        """Add the adapters to the experts' weights, each sum rounded once; calls then do not apply the adapters again.
+        """Add the adapters to the experts' weights, each sum rounded once. Later calls do not apply the adapters again.
 
-        A merged module refuses `state_dict` and `load_state_dict`, since whoever loads the state would apply adapters
-        twice: call `unmerge_lora` or `remove_lora` first.
+        A merged module refuses `state_dict` and `load_state_dict`: a module that loads merged weights and adapters
+        would apply the adapters twice. Call `unmerge_lora` or `remove_lora` first.
 
         Args:
-            keep: store copies of the weights, from which `unmerge_lora` restores the exact bits; subtraction could not.
+            keep: store copies of the weights, so that `unmerge_lora` restores the exact bits. Subtracting the adapters
+                would not restore them.
 
         Raises:
             RuntimeError: there are no adapters, or they are merged already.
@@ -225,7 +233,7 @@ class TakesLora(nn.Module):
 
 
 def _merged(lora: Lora) -> str:
-    """Return the error text with which merged adapters refuse to be saved or loaded; "": they are not merged."""
+    """Return the error text for saving or loading a module whose adapters are merged; "": they are not merged."""
     if not lora.is_merged:
         return ""
     return "state dict: adapters are merged, and would be applied twice; call unmerge_lora() or remove_lora() first"

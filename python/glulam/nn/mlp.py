@@ -56,21 +56,21 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
     """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
 
     s is `row_scale`, a factor for each row. `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters;
-    `lora` holds the adapters of `add_lora`, or is None. If `fc1` or `fc2` is hooked, wrapped, compiled or of another
-    class, both layers are called one after the other, with a separate activation between them, instead of the fused
-    operator.
+    `lora` holds the adapters of `add_lora`, or is None. Forward runs one fused operator. If `fc1` or `fc2` is hooked,
+    wrapped, compiled or of another class, forward instead calls both layers one after the other, with a separate
+    activation between them.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
         out_features: width of the result; None: H.
         bias: whether both layers have a bias.
         activation, glu_layout, **numbers: see `glulam.grouped_glu`.
-        packed: one parameter for each layer; False: one for each expert. See `GroupedLinear`.
-        recompute: save only x and row_scale in forward, and recompute the preactivation in backward; recipe "mxfp8"
-            recomputes the whole forward for that, FC2 included.
-        delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
-        recipe: see `glulam.grouped_mlp`. "mxfp8_exact" and "mxfp8_weight_only" have no gradient, and run only if none
-            is requested. With "mxfp4", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and
+        packed: True: one parameter for each layer. False: one for each expert of each layer. See `GroupedLinear`.
+        recompute: True: save only x and row_scale in forward, and recompute the preactivation in backward. Recipe
+            "mxfp8" recomputes the whole forward for that, FC2 included.
+        delay_wgrad: True: backward does not compute the gradients of the weights; `backward_dw` does.
+        recipe: see `glulam.grouped_mlp`. "mxfp8_exact" and "mxfp8_weight_only" are not differentiable, and run only if
+            no gradient is requested. With "mxfp4", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and
             "fp8_block_weight_only" weights are buffers in the recipe's format (`QuantizedLinear`).
         device, dtype: device and dtype of the parameters.
 
@@ -148,11 +148,17 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """Return the result [T, out_features] for rows x [T, H], sorted by expert.
+        """Apply each row's expert; return the result [T, out_features].
 
         Args:
-            x, offs, splits, row_scale: see `glulam.grouped_mlp`.
+            x: rows [T, H], sorted by expert.
+            offs, splits, row_scale: see `glulam.grouped_mlp`.
             out, grad_input: buffers for the result and for x's gradient; see `GroupedLinear.forward`.
+
+        Raises:
+            ValueError, TypeError: raised by `glulam.grouped_mlp`; or for a buffer, as in `GroupedLinear.forward`; or
+                fc1 or fc2 must be called as a module, but the recipe, an option, adapters or a DTensor x need the fused
+                operator.
         """
         given: dict[str, Any] = {"x": x, "offs": offs, "splits": splits, "row_scale": row_scale}
         if not self.has_plain_layers():
@@ -172,7 +178,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         return QuantizedMlpCall(**QuantizedMlpCall.unwrapped(self.recipe, given))
 
     def has_plain_layers(self) -> bool:
-        """Return True if the fused operator can do the work of fc1 and fc2; False: both are called as modules."""
+        """Return True if forward may run the fused operator instead of fc1 and fc2; False: it calls both as modules."""
         layers: Any = self._modules
         if not (is_itself(layers["fc1"], GroupedLinear) and is_itself(layers["fc2"], GroupedLinear)):
             return False
@@ -183,11 +189,13 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         return self._why_together or ("it has adapters" if _applied(self._modules.get("lora")) else "")
 
     def _by_layers(self, x: Tensor, row_scale: Tensor | None, out: Any, grad_input: Any, **groups: Any) -> Tensor:
-        """Run forward as one call for each layer, so that FC1's result is rounded to its dtype before the activation.
+        """Run forward without the fused operator: call fc1, the activation, and fc2.
+
+        Unlike in the fused operator, FC1's result is rounded to its dtype before the activation.
 
         Args:
             out, grad_input: see `forward`.
-            groups: offs and splits, as `forward` got them.
+            groups: `forward`'s arguments offs and splits.
 
         Raises:
             ValueError: the recipe or an option needs both layers in one call.
@@ -228,9 +236,10 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         }  # fmt: skip
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
-        """Return functions that write weight gradients instead of autograd, for a forward with x.
+        """Return, for a forward with x, the functions that write weight gradients instead of autograd.
 
-        Keys are the operators' argument names, "w1" and "w2"; a weight whose gradient autograd computes has no entry.
+        Keys are the operators' argument names, "w1" and "w2". A weight whose gradient autograd gets has no entry. See
+        `GroupedLinear.grad_writer`.
         """
         found: dict[str, Callable[..., Any]] = {}
         if not torch.is_grad_enabled():
@@ -248,9 +257,9 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
 
 
 def arguments_of(experts: Any) -> dict[str, Any] | None:
-    """Return a GroupedMLP's `arguments()`, with which the parent can run the operator itself.
+    """Return the weights and options of the child `experts` as arguments, so that its parent runs the operator itself.
 
-    None: the child must be called as a module.
+    They are the result of `GroupedMLP.arguments`. None: the child must be called as a module.
     """
     if is_plain(experts, GroupedMLP) and experts.has_plain_layers():
         found: dict[str, Any] = experts.arguments()
@@ -259,5 +268,5 @@ def arguments_of(experts: Any) -> dict[str, Any] | None:
 
 
 def _applied(lora: Any) -> Any:
-    """Return a module's adapters if calls must apply them; None: there are none, or the weights include them."""
+    """Return the adapters (a Lora) if calls must apply them; None: there are none, or they are merged into weights."""
     return None if lora is None or lora.is_merged else lora

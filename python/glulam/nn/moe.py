@@ -39,38 +39,39 @@ NAME = "MoE"
 
 
 class MoE(Converts):
-    """A mixture-of-experts layer: y = shared(x) + the sum over a token's experts of weight * expert(x); see
-    `glulam.moe`.
+    """A mixture-of-experts layer: for each token the weighted sum of its experts' results, plus the shared expert's.
 
         routing = route(router(x), top_k);  y = moe(x, routing, w1, w2, residual=sigmoid(shared_gate(x)) shared(x))
+
+    `glulam.route` and `glulam.moe` describe the two steps.
 
     Args:
         hidden_size, intermediate_size, num_experts: H, I and E.
         top_k: number of experts for each token.
         score, normalize, scale, num_groups, top_groups: see `glulam.route`.
-        router_bias: whether the router has a bias [E], which is trained (gpt-oss).
-        choice_bias: whether there is a buffer, float32 [E], that is added to scores only for the choice of experts
-            (DeepSeek-V3); see `update_choice_bias`. It stays float32 when the module is cast and when a state dict is
-            loaded.
+        router_bias: whether the router has a trained bias [E] (gpt-oss).
+        choice_bias: whether there is a buffer `choice_bias`, float32 [E], that is added to the scores when experts are
+            chosen, but not to the experts' weights in the sum (DeepSeek-V3); see `update_choice_bias`. The buffer stays
+            float32 when the module is cast and when a state dict is loaded.
         router_dtype: dtype of the router's parameters and logits; None: `dtype`.
         shared_intermediate_size: width of the shared expert, which processes every token; None: no shared expert.
         shared_gate: whether the shared expert's output is multiplied by sigmoid(x g) (Qwen2-MoE).
-        parallel: a `glulam.distributed.ExpertParallel` for the same number of experts; the module then holds only the
-            experts of its own rank. None: all experts are here.
+        parallel: a `glulam.distributed.ExpertParallel` for the same sizes; the module then holds only the experts of
+            its own rank. None: the module holds all experts.
         device, dtype: device and dtype of the parameters.
-        experts: options of all experts, the shared one included: bias, activation, glu_layout, the activation's
+        experts: options of all experts, the shared expert included: bias, activation, glu_layout, the activation's
             numbers, packed, recompute, delay_wgrad and recipe; see `GroupedMLP`.
 
-    `router` is a torch Linear, `experts` a GroupedMLP, `shared` a GroupedMLP of one expert or None, `shared_gate` a
-    Linear or None. `routing` is the routing of the last forward, for `glulam.load_balancing_loss` and
+    Children: `router` is a torch Linear, `experts` a GroupedMLP, `shared` a GroupedMLP of one expert or None, and
+    `shared_gate` a Linear or None. `routing` is the routing of the last forward, for `glulam.load_balancing_loss` and
     `glulam.router_z_loss`.
 
-    A child that is hooked, wrapped, compiled, of another class or a unit of FSDP2 is called as a module: the router and
-    the gate with tokens [N, H], the experts with rows [T, H], `offs` and `row_scale`. The layer computes all other
-    children by its own operators, which needs fewer launches.
+    The layer does not call its children, but computes them by its own operators, which needs fewer launches. Only a
+    child that is hooked, wrapped, compiled, of another class or a unit of FSDP2 is called as a module: the router and
+    the gate with tokens [N, H], the experts with rows [T, H], `offs` and `row_scale`.
 
     State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`.
-    Quantised experts that are stored one by one, the shared one included, load too if the recipe keeps their format:
+    Quantised experts that are stored one by one, the shared expert included, load too if the recipe keeps their format:
     see `glulam.load_experts`.
 
     Raises:
@@ -141,10 +142,9 @@ class MoE(Converts):
     def routing(self) -> Routing | None:
         """The routing of the last forward, with its autograd graph.
 
-        None before the first forward, and in a copy of the module.
-
-        While a checkpoint recomputes a forward, `routing` is the recomputation's. The graph's nodes stay in memory
-        until the next forward; their saved tensors are freed by a backward that does not retain the graph.
+        None before the first forward, and in a copy of the module. While an activation checkpoint recomputes a forward,
+        `routing` is the routing of that recomputation. The graph's nodes stay in memory until the next forward; a
+        backward that does not retain the graph frees their saved tensors.
         """
         recomputed = None if self._recomputed is None else self._recomputed()
         return self._routing if recomputed is None else recomputed
@@ -165,9 +165,9 @@ class MoE(Converts):
 
         Args:
             x: tokens, in the parameters' dtype.
-            num_tokens: number of valid tokens, at the front of x's tokens; see `glulam.route`. Padding tokens after
-                them go to no routed expert, but to the shared one, as in dense layers; so padding must be finite if
-                gradients are computed.
+            num_tokens: number of valid tokens, which come first in x; see `glulam.route`. The tokens after them are
+                padding: no routed expert processes padding, but the shared expert does, like a dense layer. So padding
+                must be finite if gradients are computed.
 
         Raises:
             ValueError, TypeError: x has another width or dtype; also raised by `glulam.route` and `glulam.moe`.
@@ -206,11 +206,11 @@ class MoE(Converts):
         return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, self.hidden_size).contiguous()
 
     def _keep(self, routing: Routing, y: Tensor) -> None:
-        """Store the routing of a forward that returned y.
+        """Store the routing of a forward that returned y, without keeping the graph of a recomputation alive.
 
-        A forward that runs within a backward is a checkpoint's recomputation. No later backward frees the
-        recomputation's graph, so if the module held its routing, everything saved before the router would stay in
-        memory; therefore y's graph node holds the routing, and the module only a weak reference.
+        A forward that runs within a backward is an activation checkpoint's recomputation. No later backward frees the
+        recomputation's graph: if the module held the routing, everything saved before the router would stay in memory.
+        So y's graph node holds the routing, and the module holds only a weak reference.
         """
         if is_dynamo_compiling():
             self.routing = routing
@@ -236,19 +236,19 @@ class MoE(Converts):
         return y
 
     def _called_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Call the experts as a module; return one result for each row, times the row's weight: [T, H]."""
+        """Call the experts as a module on one row for each (token, choice); return the weighted results [T, H]."""
         rows: Tensor = self.experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
         return rows
 
     def _of_ranks(
         self, given: dict[str, Any] | None, tokens: Tensor | MXFP8Tensor, routing: Routing, is_summed: bool
     ) -> Tensor:
-        """Run this rank's experts on the tokens that it received from all ranks.
+        """Run this rank's experts on the tokens that this rank received from all ranks.
 
         Args:
             given: see `_experts`.
-            is_summed: return each token's sum, as `_experts` does; False: return one result for each row, [T, H], not
-                summed by token yet.
+            is_summed: True: return one sum for each token, [N, H], as `_experts` does. False: return one result for
+                each row (token and expert), [T, H].
         """
         assert self.parallel is not None
         if given is not None and not is_summed:
@@ -281,9 +281,9 @@ class MoE(Converts):
         return route(product(tokens, weight, weight_bias, dtype), self.top_k, **options)
 
     def _shared(self, tokens: Tensor) -> Tensor:
-        """Return the shared expert's result [N, H], each row times sigmoid of the shared gate if there is one.
+        """Return the shared expert's result [N, H]; if there is a shared gate, times sigmoid of the token's gate.
 
-        All tokens form one group.
+        The shared expert is a GroupedMLP of one expert, so all tokens form one group.
         """
         scale = None
         if self.shared_gate is not None:
@@ -303,9 +303,9 @@ class MoE(Converts):
         return called(f"{NAME}: shared_gate", gate, tokens, tokens.dtype, 1)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients, of routed and shared experts, that the oldest pending backward left out.
+        """Compute the weight gradients that the oldest pending backward left out, of routed and shared experts.
 
-        Only for a module made with delay_wgrad.
+        Only for a module made with delay_wgrad=True.
 
         Raises:
             RuntimeError: nothing is pending, or the module was made without delay_wgrad.
@@ -315,10 +315,12 @@ class MoE(Converts):
             part.backward_dw()
 
     def add_lora(self, r: int, **options: Any) -> Lora:
-        """Add adapters of rank r to the routed experts, and return the submodule that holds them.
+        """Add adapters of rank r to the routed experts, and return the submodule that holds the adapters.
 
-        `shared.add_lora` adds adapters to the shared expert. The router's `requires_grad` does not change. options: see
-        `GroupedMLP.add_lora`.
+        Use `shared.add_lora` for the shared expert. The router's `requires_grad` does not change.
+
+        Args:
+            r, options: see `GroupedMLP.add_lora`, also for the errors.
         """
         return self.experts.add_lora(r, **options)
 
@@ -345,7 +347,7 @@ class MoE(Converts):
         synchronise with the GPU.
 
         Args:
-            rate: the step of the bias.
+            rate: the amount by which each expert's bias changes.
             counts: [E], number of rows of each expert in a training step, summed over micro-batches and ranks; None:
                 the counts of the last forward.
 
@@ -389,8 +391,8 @@ class MoE(Converts):
 def _widen_choice_bias(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook before load_state_dict: cast the choice bias to float32.
 
-    load_state_dict(assign=True) would keep the entry's dtype, and a bfloat16 bias of 1 does not change by an update of
-    1e-3.
+    load_state_dict(assign=True) would keep the dtype of the state dict. In bfloat16, an update of 1e-3 is lost: it does
+    not change a bias of 1.
     """
     key = f"{prefix}choice_bias"
     if module.choice_bias is not None and isinstance(state.get(key), Tensor):

@@ -1,4 +1,4 @@
-"""Linear layers of a GroupedMLP with quantised weights. The weights are buffers, and are not trained."""
+"""Linear layers of a GroupedMLP with quantised weights (MXFP4, NVFP4, FP8 blocks): buffers, which are not trained."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Buffer = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Kept:
-    """Cache entry: the quantised tensor of a layer's weight, and the buffers from which it was made.
+    """Cache entry: the quantised tensor object that operators take, and the buffers from which it was made.
 
-    A write into a buffer does not invalidate the entry, since the tensor's parts are views of the buffers. A buffer
-    that was moved to other memory, for example by `buffer.data = ...`, is noticed by its address.
+    A write into a buffer leaves the entry valid, since the tensor's parts are views of the buffers. The addresses show
+    whether a buffer was moved to other memory, for example by `buffer.data = ...`.
     """
 
     __slots__ = ("addresses", "parts", "tensor")
@@ -61,33 +61,34 @@ class _Kept:
 
 
 def _is_memory(part: Tensor) -> bool:
-    """Return True for a tensor that has memory, and may be cached; False for fake tensors and torch.func's tensors."""
+    """Return True if the tensor has memory of its own and so may be cached: no fake tensor, none of torch.func."""
     return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 
 class QuantizedLinear(GroupedLinear):
-    """A GroupedLinear whose weights are buffers: elements `weight` and scales `weight_scale`, in a recipe's format.
+    """A GroupedLinear with quantised weights: buffers `weight` (elements) and `weight_scale`, in a recipe's format.
 
-    Kernels read the buffers directly. 8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32
-    without a `weight_scale`, or one such weight per expert, is quantised when it loads from a state dict. If a state
-    dict lacks one of the buffers, or has it in another dtype or shape, load_state_dict raises an error, and the layer
-    keeps its whole previous weight.
+    Kernels read the buffers directly. 8-bit floats are stored as bytes.
+
+    Loading a state dict: a `weight` [E, N, K] in 16 bits or float32 without a `weight_scale`, or one such weight per
+    expert, is quantised. If the state dict lacks one of the buffers, or has it in another dtype or shape,
+    load_state_dict raises an error, and the layer keeps its whole previous weight.
 
     Args:
         form: the `formats.form.Form` of the weights: the format and layout in which a recipe's kernels read them.
-        halves: 2 if the rows are a gate's half followed by an up-projection's half (gated w1 in layout "concat"), else
-            1.
+        halves: 2 if the first half of the rows is a gate's and the second half an up-projection's (gated w1 in layout
+            "concat"), else 1.
         args, options: see `GroupedLinear`.
     """
 
     weight_names: tuple[str, ...] = ("weight", "weight_scale")
     derived_names: tuple[str, ...] = ()
-    """Names of further buffers of the weight, computed from the other buffers and not stored in state dicts."""
+    """Names of more buffers of the weight, which are computed from `weight_names` and not stored in state dicts."""
     trained_names = ("bias",)
     loads: ClassVar[tuple[tuple[torch.dtype, ...], ...]]
-    """For each of `weight_names`, the dtypes that it may have in state dicts."""
+    """For each of `weight_names`: the dtypes that state dicts may have for it."""
     has_scales_of_rows: ClassVar[bool] = True
-    """True if each scale belongs to one row, so that rows can be reordered with their scales."""
+    """True: each scale belongs to one row of the weight, so rows can be reordered together with their scales."""
     weight: Tensor
     weight_scale: Tensor
     _kept: _Kept | None = None
@@ -110,10 +111,7 @@ class QuantizedLinear(GroupedLinear):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Set random elements, with scales that bound values by 1 / sqrt(in_features).
-
-        Biases are initialised as in GroupedLinear.
-        """
+        """Set random weights of at most 1 / sqrt(in_features) in magnitude; initialise biases as in GroupedLinear."""
         super().reset_parameters()
         self.reset_weights(1 / math.sqrt(self.in_features))
 
@@ -163,7 +161,7 @@ class QuantizedLinear(GroupedLinear):
     def _quantizing(self, keys: Collection[str], prefix: str, packing: Move | None) -> Move | None:
         """Return the move (see `state.Move`) that quantises a state dict's 16-bit or float32 weight.
 
-        None: the state dict has no such weight.
+        None: the state dict has no weight for this layer, or has its scales too, so that the weight is quantised.
 
         Args:
             keys, prefix: the state dict's keys, and the prefix of this layer's keys.
@@ -176,11 +174,13 @@ class QuantizedLinear(GroupedLinear):
         return Move(old, [whole, *others], partial(self._quantized, pack=pack))
 
     def _quantized(self, values: list[Any], pack: Any) -> list[Any] | None:
-        """Quantise a weight; return its tensors as state dicts store them; None: the weight cannot be quantised.
+        """Quantise a weight from a state dict; return the tensors that state dicts store for a quantised weight.
+
+        None: the weight cannot be quantised: its dtype, rank or K does not fit.
 
         Args:
-            values: the state dict's entries.
-            pack: function that makes the one weight [E, N, K] from the entries.
+            values: the weight's entries in the state dict: one, or one per expert.
+            pack: function that makes one weight [E, N, K] from the entries.
         """
         (weight,) = pack(values) or (None,)
         if not isinstance(weight, Tensor) or weight.dtype not in SOURCE_DTYPES or weight.dim() != 3:
@@ -194,15 +194,15 @@ class QuantizedLinear(GroupedLinear):
         return self.form.quantized(weight)
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
-        """Convert the state dict's tensor for buffer `name` to the buffer's dtype and order of elements."""
+        """Convert a tensor from a state dict to the dtype and order of elements of the buffer `name`."""
         return bytes_of_floats(part)
 
     def as_stored(self, name: str, part: Tensor) -> Tensor:
-        """Convert the tensor of buffer `name` to the dtype and order in which state dicts store it."""
+        """Convert the buffer `name` to the dtype and order of elements that state dicts store. Inverse of `as_kept`."""
         return part
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        """Apply fn to the tensors, but let casts change only biases: buffers of the weight keep their dtypes."""
+        """Apply fn as Module._apply does (.to, .cuda, .half), but keep the weight buffers' dtypes through casts."""
         self.forget()
         before = {name: getattr(self, name) for name in self.weight_names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -213,7 +213,7 @@ class QuantizedLinear(GroupedLinear):
 
 
 class FourBitsLinear(QuantizedLinear):
-    """Base of layers with 4-bit weights, in words that kernels read.
+    """Base of layers with 4-bit weights, stored in int32 words (`formats.words`) as kernels read them.
 
     `weight` is int32 [E, N, K/8], eight elements a word, and `weight_scale` uint8 [E, N, K/block], one scale for each
     `block` elements of a row (32 in MXFP4, 16 in NVFP4).
@@ -230,7 +230,7 @@ class FourBitsLinear(QuantizedLinear):
         self.reset_scales(bound / MAGNITUDES[-1])
 
     def reset_scales(self, factor: float) -> None:
-        """Set scales such that no value is larger than `factor` times its 4-bit element."""
+        """Set all scales to about `factor`, at most: no value exceeds `factor` times its 4-bit element."""
         raise NotImplementedError
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class FourBitsLinear(QuantizedLinear):
 
 
 class MXFP4Linear(FourBitsLinear):
-    """A layer with weights in MXFP4."""
+    """A layer with MXFP4 weights, for recipe "mxfp4_weight_only", whose kernels multiply in 16 bits."""
 
     loads = (torch.uint8, WORD_DTYPE), SCALE_DTYPES
 
@@ -256,10 +256,10 @@ class MXFP4Linear(FourBitsLinear):
 class RebasedLinear(MXFP4Linear):
     """A layer with MXFP4 weights for recipe "mxfp4", whose kernels multiply in FP8.
 
-    `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four in a word. The buffer `weight_row_scale` uint8 [E, N]
-    holds a power of two for each weight row. It is computed when the weight loads, and in an eager forward if the
-    version counters show that another buffer was written. Computing it raises FoldError under the conditions of
-    `prepare_mxfp4_weight`.
+    `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four in a word. The additional buffer `weight_row_scale`,
+    uint8 [E, N], holds a power of two for each weight row as an E8M0 byte (see `formats.mxfp4.rebase`). It is computed
+    when the weight loads, and again in an eager forward if the version counters show that `weight` or `weight_scale`
+    was written. The computation raises FoldError under the conditions of `prepare_mxfp4_weight`.
     """
 
     derived_names = ("weight_row_scale",)
@@ -285,7 +285,7 @@ class RebasedLinear(MXFP4Linear):
         return super().experts(name)
 
     def rebase(self) -> None:
-        """Recompute `weight_row_scale`, one power of two a weight row; store the other buffers' version counters."""
+        """Recompute `weight_row_scale` from the other buffers, and store their version counters for `experts`."""
         self.forget()
         if not self.weight.is_meta:
             rows = row_scales(self.weight, self.weight_scale, type(self).__name__)
@@ -308,7 +308,7 @@ def _rebase(layer: RebasedLinear, _: Any) -> None:
 
 
 class NVFP4Linear(FourBitsLinear):
-    """A layer with weights in NVFP4. It also has `weight_global_scale`, float32 [E], or [E, 2] if `halves` is 2."""
+    """A layer with NVFP4 weights and a third buffer `weight_global_scale`: float32 [E], or [E, 2] if `halves` is 2."""
 
     weight_names = ("weight", "weight_scale", "weight_global_scale")
     loads = (torch.uint8, WORD_DTYPE), (torch.uint8, Nvfp4.kind.scale_dtype), (torch.float32,)
@@ -323,7 +323,7 @@ class NVFP4Linear(FourBitsLinear):
         self.weight_global_scale.fill_(factor)
 
     def quantized(self, weight: Tensor) -> Parts:
-        """Quantise each half of the rows by itself, with its own global scale."""
+        """Quantise a weight [E, N, K]; if `halves` is 2, each half of the rows by itself, with its own global scale."""
         experts, rows, k = weight.shape
         data, scale, global_scale = super().quantized(weight.reshape(-1, rows // self.halves, k))
         assert scale is not None and global_scale is not None
@@ -332,7 +332,7 @@ class NVFP4Linear(FourBitsLinear):
 
 
 class FP8BlockLinear(QuantizedLinear):
-    """A layer with weights in FP8 with one float32 scale for each block of 128 x 128.
+    """A layer with FP8 (E4M3) weights that have one float32 scale for each block of 128 x 128.
 
     `weight` is uint8 [E, N, K], and `weight_scale` float32 [E, ceil(N / 128), ceil(K / 128)], or [E, 2, ceil(N/2 /
     128), ceil(K / 128)] for a gated w1 in layout "concat" whose halves end inside a block.
@@ -358,13 +358,15 @@ class FP8BlockLinear(QuantizedLinear):
 LAYERS: dict[type, type[QuantizedLinear]] = {
     Mxfp4: MXFP4Linear, Mxfp4Rebased: RebasedLinear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear,
 }  # fmt: skip
-"""Layer classes, by the class of the `Form` in which a recipe's kernels read weights."""
+"""Layer class for each class of `formats.form.Form`, the format in which a recipe's kernels read weights."""
 
 
 def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Return the error text for a state dict's entry whose dtype no part of a quantised weight has; "": it is valid.
+    """Return the error text for a state dict's entry whose dtype does not fit; "": the dtype fits.
 
-    dtypes: the valid dtypes. Entries that are no tensors count as valid here.
+    Args:
+        key, value: the entry. A value that is no tensor gives "", since torch refuses it.
+        dtypes: the valid dtypes. Parts of a quantised weight are never converted from other dtypes.
     """
     if not isinstance(value, Tensor) or value.dtype in dtypes:
         return ""
@@ -376,7 +378,7 @@ def _read(
     layer: QuantizedLinear, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any,
     _unexpected: Any, errors: list[str],
 ) -> None:  # fmt: skip
-    """Hook before load_state_dict: convert the entries of a weight to the buffers' dtypes, on the buffers' device.
+    """Hook before load_state_dict: convert the entries of the weight to the dtypes and order of the layer's buffers.
 
     If an entry is missing, or has another dtype or shape, add an error, and keep all of the layer's previous buffers.
     """

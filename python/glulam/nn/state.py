@@ -1,9 +1,9 @@
-"""Conversion of other layouts' and libraries' state dicts to a module's own layout and names.
+"""Conversion of state dicts with another layout, or another library's names, to a module's own layout and names.
 
-Experts' parameters may be packed, `weight` [E, ...], or one by one, `weight0` and so on; other libraries' names are
-listed in `nn.dialects`. A set of entries is converted only if it is complete, unambiguous, and belongs to a parameter
-that the module has. Other entries stay unchanged, so that loading them gives torch's usual error about missing and
-unexpected keys.
+Layouts: experts' parameters are packed, `weight` [E, ...], or stored one by one, `weight0`, `weight1`, ... Other
+libraries' names are listed in `nn.dialects`. Entries are converted only if they are complete, unambiguous, and belong
+to a parameter that the module has. Other entries stay unchanged, so that loading them gives torch's usual error about
+missing and unexpected keys.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ PACKED_RANKS = {"weight": 3, "weight_scale": 3, "bias": 2}
 
 
 class Move(NamedTuple):
-    """A conversion of some entries of a state dict to other entries.
+    """A conversion of some entries of a state dict to other entries, for example `weight0`, `weight1` to `weight`.
 
     Attributes:
         old, new: the keys before and after the conversion.
-        make: function that makes the new values from the list of old values; it returns None if these do not fit.
+        make: function that makes the list of new values from the list of old values; it returns None if the old values
+            do not fit.
     """
 
     old: list[str]
@@ -35,24 +36,23 @@ class Move(NamedTuple):
 
 
 class Converts(nn.Module):
-    """Base of modules that load state dicts in other layouts or under other names than their own."""
+    """Base of modules that also load state dicts with other layouts or names than their own."""
 
     def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
-        """Yield lists of moves from entries with these keys to entries of this module.
+        """Yield lists of moves that convert a state dict's entries to entries of this module.
 
-        A list is applied as a whole or not at all.
+        The moves of one list belong together: all of them are applied, or none.
 
         Args:
             keys: all keys of the state dict.
             prefix: prefix of this module's keys.
-            moments: True: values are an optimizer's mappings {"exp_avg": ...} of parameters, not tensors.
+            moments: True: it is an optimizer's state, whose values are mappings such as {"exp_avg": ...} instead of
+                tensors.
         """
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Convert the state dict's entries, and load them. The dict is changed in place, since torch passes it on to
-        the children.
-        """
+        """Convert the state dict in place, since torch passes the same dict on to the children, and load it."""
         converted = _converted(state_dict, [(prefix, self)])
         state_dict.clear()
         state_dict.update(converted)
@@ -60,14 +60,14 @@ class Converts(nn.Module):
 
 
 def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return `state` converted to the keys and the layout of `module`, from another layout or other libraries' names.
+    """Convert a state dict with another layout, or with another library's names, to the keys and layout of `module`.
 
-    Loading `state` into `module` does the same conversion.
+    `module.load_state_dict(state)` does the same conversion itself.
 
     Args:
-        state: a state dict of a module that differs from `module` at most in `packed`, or in the names of an MoE's
-            parameters, which may be any that `nn.dialects` lists.
-        module: contains GroupedLinear and MoE modules at any depth.
+        state: a state dict of a module like `module`. It may differ in `packed`, and may have any of the names that
+            `nn.dialects` lists for the parameters of an MoE.
+        module: a module that contains GroupedLinear and MoE modules at any depth.
 
     Returns:
         A new dict; unconverted entries are unchanged.
@@ -84,15 +84,16 @@ def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str,
 
 
 def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return optimizer state, keyed by parameter names, converted to the parameters of `module`.
+    """Convert an optimizer's state, keyed by parameter names, to the layout (`packed`) of the parameters of `module`.
 
     Moments are stacked or split like the parameters. A value without dimensions, such as a step count, is copied to
-    every expert, and packed only if it is equal for all experts. If a parameter's names or state cannot be converted,
-    for example because its experts are in several groups, both stay unchanged.
+    every expert when a parameter is split; when parameters are stacked, it must be equal for all experts. If a
+    parameter cannot be converted, for example because its experts are in several groups, its names and its state stay
+    unchanged.
 
     Args:
-        state: {parameter name: {"exp_avg": ..., "step": ...}}; or a mapping with such a mapping under "state", and
-            "param_groups" whose "params" are names, as torch.distributed.checkpoint makes it.
+        state: {parameter name: {"exp_avg": ..., "step": ...}}. Or a mapping with such a mapping under "state", and
+            with "param_groups", whose "params" are names, as torch.distributed.checkpoint makes it.
         module: see `convert_state_dict`.
 
     Returns:
@@ -150,9 +151,9 @@ def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Converts]]:
-    """Yield (prefix of its keys, module) for each Converts module in `module`; parents come before children.
+    """Yield (prefix of the keys, submodule) for each Converts in `module`; parents come before children.
 
-    A module that has several names comes once for each name.
+    A submodule that is registered under several names is yielded once for each name.
     """
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, Converts):
@@ -170,7 +171,7 @@ def _converted(
 
 
 def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | None:
-    """Return a copy of `state` after these moves; None: values of one move do not fit each other.
+    """Apply moves to a copy of `state`, and return the copy; None: the values of one move do not fit.
 
     New entries take the position of a move's first old entry, since optimizers number parameters by their order.
     """
@@ -192,9 +193,9 @@ def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, expe
 
     Args:
         keys: all keys of the state dict.
-        whole: the key of the packed parameter, to which keys of single experts' parameters add the expert's number.
+        whole: the key of the packed parameter. A single expert's key is this key and the expert's number.
         name: "weight" or "bias".
-        packed: True: the module's parameter is packed.
+        packed: True: the module has the packed parameter, so the move stacks; False: the move splits.
         experts: the number of experts.
         moments: see `Converts.moves`.
     """
@@ -232,15 +233,17 @@ def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[
 
 
 def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:
-    """Convert the optimizer state of old parameters, a mapping for each, to mappings for new parameters.
+    """Convert the optimizer state of some parameters, stacking or splitting each moment like the parameters.
 
-    None: the mappings do not fit each other.
-
-    New parameters share no tensor, since optimizers write state in place.
+    No tensor is shared between new parameters, since optimizers write state in place.
 
     Args:
+        old: for each old parameter a mapping such as {"exp_avg": ..., "step": ...}.
         make: converts a list of tensors, as `Move.make` does.
         count: number of new parameters.
+
+    Returns:
+        A mapping for each new parameter; None: the old mappings do not fit each other.
     """
     if not all(isinstance(part, Mapping) and part.keys() == old[0].keys() for part in old):
         return None

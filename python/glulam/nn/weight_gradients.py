@@ -1,12 +1,13 @@
-"""Where a module's result and gradients are written: to autograd, to given buffers, or to the weights' `main_grad`.
+"""Destinations of a module's result and gradients other than autograd: given buffers, and the weights' `main_grad`.
 
 Weight gradients are computed in backward, or later by `backward_dw`.
 
-The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
-itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
-If the trainer has set `grad_added_to_main_grad` on the weight, autograd gets a dummy, so that hooks on `grad` run:
-zeros if `zero_out_wgrad` is true, else uninitialised. Individually frozen experts get no gradient, and need no
-main_grad.
+The main_grad protocol of Megatron-style trainers works with attributes of the weight:
+  * `main_grad`, a tensor of the weight's dtype or float32: the kernel itself adds the gradient to it, and autograd gets
+    no gradient. If the attribute `overwrite_main_grad` is true, the kernel overwrites `main_grad` instead.
+  * `grad_added_to_main_grad`, if the trainer has set it: autograd gets a dummy gradient, so that hooks on `grad` run.
+    The dummy is zeros if the attribute `zero_out_wgrad` is true, else uninitialised.
+Individually frozen experts get no gradient, and need no main_grad.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ from ..host import device as gpus
 from ..ops.grouped_wgrad import grouped_wgrad
 
 Job = Callable[[], None]
+"""A function that computes one weight's gradient, and writes it."""
 Put = Callable[[Job], None]
-"""A function that stores a job, the computation of a weight gradient, for later."""
+"""A function that stores a job for `backward_dw`."""
 
 
 class DelaysWeightGradients(nn.Module):
-    """Base of modules that can leave weight gradients out of backward, for `backward_dw` to compute later.
-
-    They do so if they were made with delay_wgrad=True. `op`: name of the operator that the module calls.
-    """
+    """Base of modules that, with delay_wgrad=True, compute weight gradients in `backward_dw` instead of in backward."""
 
     op: ClassVar[str]
+    """Name of the operator that the module calls, for errors."""
 
     def __init__(self, delay_wgrad: bool) -> None:
         super().__init__()
@@ -53,10 +53,7 @@ class DelaysWeightGradients(nn.Module):
         return {**self.__dict__, "_pending": deque()}
 
     def new_pass(self) -> Put:
-        """Return the function with which the backward of one forward stores jobs for `backward_dw`.
-
-        A job computes and writes one weight's gradient.
-        """
+        """Return a function, for one forward, with which the backward of this forward stores jobs for `backward_dw`."""
         jobs: list[Job] = []
 
         def put(job: Job) -> None:
@@ -94,19 +91,20 @@ def run(
     operator: Callable[..., Any], call: Callable[..., Any], given: dict[str, Any], writers: dict[str, Any],
     out: Tensor | None = None, grad_input: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Run an operator, with its result and gradients written to the given destinations.
+    """Run an operator, and let its result and gradients be written to the given destinations instead of autograd.
 
     Args:
         operator: the public operator, used if there is no destination other than autograd.
-        call: makes the operator's Call (an object of one call's arguments) from keyword arguments; used if there is
-            another destination.
+        call: makes the operator's `Call` (`calls.call`, an object of one call's arguments) from keyword arguments; used
+            if there is another destination.
         given: the operator's arguments.
-        writers: functions that write weights' gradients instead of autograd, by the operator's argument names.
+        writers: functions that write weights' gradients instead of autograd (`grad_writer`), by the operator's argument
+            names.
         out, grad_input: buffers for the result and for x's gradient; None: not given.
 
     Raises:
-        CaptureError: torch.export is tracing, and a destination is one that an exported program cannot write.
-        GradientNotSupported: there are adapters, and a destination other than autograd.
+        CaptureError: torch.export is tracing, and there is a destination that an exported program cannot write.
+        GradientNotSupported: there are LoRA adapters, and a destination other than autograd.
     """
     elsewhere = writers or grad_input is not None
     if not elsewhere and (out is None or not (torch.is_grad_enabled() and any_requires_grad(*given.values()))):
@@ -128,12 +126,12 @@ def run(
 
 @_disable_dynamo  # like torch.compiler.disable, which would import the compiler and take a second
 def outside_traces(call: Any, targets: Targets) -> Any:
-    """Run a differentiable call outside of torch.compile's traces, which would lose the writes to its `targets`."""
+    """Run a differentiable call untraced, since a trace of torch.compile would lose the writes to `targets`."""
     return differentiate(call, targets=targets)
 
 
 class Experts(NamedTuple):
-    """The expert weights of one linear layer, and which of them were trained, in one forward.
+    """The expert weights of one linear layer in one forward, and which of them were trained.
 
     Attributes:
         name: the weights' name in errors.
@@ -152,12 +150,19 @@ class Experts(NamedTuple):
 
 
 def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
-    """Return the function that backward calls to write weight gradients instead of autograd; None: autograd does it.
+    """Return a function for backward that computes weight gradients and writes them, or stores the computation.
+
+    The gradients go to the weights' main_grad if they have one, else (with `put`) to their grad. None: the weights have
+    no main_grad and nothing is delayed, so autograd gets the gradients.
 
     Args:
         name, weights, packed: see `Experts`.
         x: the layer's input.
-        put: stores the computation for later; None: backward computes at once.
+        put: stores the computation for `backward_dw`; None: backward computes at once.
+
+    Raises:
+        RuntimeError: a delayed gradient would be lost, since a weight is computed (parametrization, FSDP1).
+        ValueError, TypeError: raised by `has_main_grads`.
     """
     experts = Experts(name, weights, tuple([weight.requires_grad for weight in weights]), packed)
     into_main = has_main_grads(experts, x)
@@ -179,7 +184,7 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
 
 
 def has_main_grads(experts: Experts, x: Tensor) -> bool:
-    """Check the main_grad buffers of trained weights against x; return False if no weight has one.
+    """Return True if all trained weights have a main_grad that fits; False: no trained weight has a main_grad.
 
     Raises:
         ValueError, TypeError: only some trained weights have a main_grad, or a main_grad does not fit.
@@ -248,19 +253,18 @@ def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]
 
 
 def _lost(name: str, how: str) -> str:
-    """Return the error text for a delayed gradient that would be lost, since the tensor is not the optimizer's
-    parameter.
-    """
+    """Return the error text for a weight that is no parameter of the optimizer: its delayed gradient would be lost."""
     return f"delay_wgrad: {name} was {how}, so that its delayed gradient would be lost; leave out delay_wgrad=True"
 
 
 def _write(
     experts: Experts, buffers: list[Tensor], adds: list[bool], dy: Tensor, x: Tensor, groups: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write the gradients of trained weights to `buffers`.
+    """Compute the gradients of trained weights, and write them to `buffers`.
 
     Args:
-        adds: for each buffer, True: the gradient is added to it; False: the gradient overwrites it.
+        buffers: one packed buffer, or one for each trained weight.
+        adds: for each buffer, True: add the gradient to it; False: overwrite it.
         dy, x, groups: the operands of `grouped_wgrad`.
     """
     groups, is_trained = _groups_of(experts.trained, groups)
@@ -277,11 +281,11 @@ def _write(
 
 
 def _groups_of(trained: tuple[bool, ...], groups: dict[str, Any]) -> tuple[dict[str, Any], list[bool]]:
-    """Return the groups of rows for grouped_wgrad, and for each group True if it belongs to a trained expert.
+    """Merge adjacent frozen experts; return the groups of rows for grouped_wgrad, and for each True if it is trained.
 
     grouped_wgrad cannot leave out rows of frozen experts that come before a trained expert. So adjacent frozen experts
-    form one group, whose gradient is dropped and takes as much memory as one weight. Rows after the last trained expert
-    are in no group.
+    form one group: its gradient is computed and dropped, and takes as much memory as one weight. Rows after the last
+    trained expert are in no group.
 
     Args:
         trained: for each expert, True if its weight is trained.
@@ -299,9 +303,7 @@ _kept_for_graphs: dict[Any, Tensor] = {}
 
 
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `values` as a cached tensor, so that a CUDA graph captured after a first call copies nothing from the
-    host.
-    """
+    """Return `values` as a tensor on `device`, cached, so that CUDA graph capture after a first call copies nothing."""
     made = _made(values, dtype, device)
     if made.is_cuda and gpus.is_capturing():  # replays read it, even after it leaves the cache
         _kept_for_graphs[values, dtype, device] = made
@@ -314,7 +316,10 @@ def _made(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _dummies(experts: Experts) -> Any:
-    """Return the dummy gradients that autograd gets for weights whose gradient is in main_grad; None: no dummy."""
+    """Return what autograd gets for weights whose gradient is in main_grad: a dummy tensor or None for each weight.
+
+    See the module's text for the attributes that decide. The attribute `grad_added_to_main_grad` is set to True.
+    """
     dummies: list[Tensor | None] = []
     for weight, is_trained in zip(experts.weights, experts.trained, strict=True):
         has_flag = is_trained and hasattr(weight, "grad_added_to_main_grad")
