@@ -1,1 +1,3 @@
-"""Formats of quantised weights, a folder each, with tensor class, quantiser, and `form.Form` (layout for kernels)."""
+"""Formats of quantised weights: one folder for each format, with its tensor class, its quantiser, and its layout for
+kernels (a subclass of `form.Form`).
+"""

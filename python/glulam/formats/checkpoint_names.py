@@ -1,4 +1,8 @@
-"""Names and formats of quantised experts in checkpoints. A tensor is named `<prefix>.<expert>.<projection>.<part>`."""
+"""Names and formats of quantised experts in checkpoints.
+
+A tensor is named `<prefix>.<expert>.<projection>.<part>`, as in "model.layers.3.mlp.experts.0.up_proj.weight_scale". A
+part is one of the tensors that make up a quantised weight: elements, scales, or a global scale.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ from .mxfp8.forms import BLOCKS as MXFP8
 from .nvfp4.form import NVFP4
 
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of the gate, the up-projection and the down-projection, in either of two conventions."""
+"""Names of gate, up-projection and down-projection; checkpoints use one of these two conventions."""
 IGNORED = frozenset(("input_scale", "input_global_scale"))
-"""Parts that scale activations. They are not read: recipes quantise rows by the rows' own maxima, or not at all."""
+"""Scales of activations. They are not read: recipes quantise rows of x by the rows' own maxima, or not at all."""
 
 Dtypes = tuple[torch.dtype, ...]
 E4M3: Dtypes = (torch.float8_e4m3fn,)
@@ -26,19 +30,20 @@ E8M0: Dtypes = (torch.float8_e8m0fnu, torch.uint8)
 E2M1_PAIRS: Dtypes = (torch.uint8, torch.int8)
 FLOAT32: Dtypes = (torch.float32,)
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of block scales; they become float32. Qwen's checkpoints have them in 16 bits."""
+"""Dtypes of block scales that are not powers of two; they are loaded as float32. Qwen's checkpoints use 16 bits."""
 SQUARE = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
 
 
 class Dialect(NamedTuple):
-    """One way in which checkpoints store a projection's weight [out, in].
+    """One convention by which checkpoints store a projection's quantised weight [out, in]: names, dtypes, block size.
 
     Attributes:
         name: the format, and whose checkpoints have it.
-        form: the Form of the loaded weight.
-        block: rows and columns of elements that share a scale.
-        parts: names of the elements, the scales and the global scale, in this order, each with its allowed dtypes.
-        divides: values are divided by the global scale; False: multiplied.
+        form: the `form.Form` (layout for kernels) of the loaded weight.
+        block: (rows, columns) of the block of elements that share a scale.
+        parts: names of the elements, the scales and, if the format has one, the global scale, in this order. The values
+            are the allowed dtypes.
+        divides: True: values are divided by the global scale; False: multiplied.
     """
 
     name: str
@@ -67,16 +72,17 @@ DIALECTS = (
         {"weight_packed": E2M1_PAIRS, "weight_scale": E4M3, "weight_global_scale": FLOAT32}, divides=True,
     ),
 )  # fmt: skip
-"""All known dialects; those with the same part names differ in dtypes."""
+"""All known dialects. Dialects with the same part names differ in dtypes."""
 
 
 class ExpertNames(NamedTuple):
-    """Names of the experts at a prefix of a checkpoint.
+    """Names of all experts' tensors at one prefix of a checkpoint.
 
     Attributes:
-        start: the beginning of all these names.
-        parts: by expert and projection, the names of the parts except IGNORED.
-        is_numbered: False: names have no expert number, as for a shared expert; the only expert is 0.
+        start: the beginning of all these names, such as "model.layers.3.mlp.experts.".
+        parts: {expert: {projection: names of the parts}}, without the parts in IGNORED.
+        is_numbered: True: names have an expert's number. False: they have none, as for a shared expert; `parts` then
+            has the only expert 0.
     """
 
     start: str
@@ -91,7 +97,7 @@ class ExpertNames(NamedTuple):
         return {projection for expert in self.parts.values() for projection in expert}
 
     def part_names(self) -> dict[str, str]:
-        """Return every part name, with the first key that has it."""
+        """Return {part name: the first full tensor name that ends with it}, over all experts and projections."""
         found: dict[str, str] = {}
         for expert, projections in sorted(self.parts.items()):
             for projection, parts in projections.items():
@@ -105,11 +111,12 @@ _ANY_EXPERT = re.compile(rf"(.*?)\.?\d+\.(?:{'|'.join(name for names in PROJECTI
 
 
 def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) -> ExpertNames:
-    """Return the experts whose names begin with a prefix.
+    """Find the names of experts' tensors at a prefix; other names are ignored.
 
     Args:
-        keys: names of tensors.
-        is_numbered: names have an expert number. False: as for a shared expert.
+        keys: names of all tensors of a checkpoint.
+        prefix: the part of names before the expert's number, with or without a final dot.
+        is_numbered: see `ExpertNames`.
     """
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     parts: dict[int, dict[str, set[str]]] = {}
@@ -125,11 +132,11 @@ def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) ->
 
 
 def prefixes(keys: Iterable[object]) -> list[str]:
-    """Return the prefixes at which these names have experts."""
+    """Return all prefixes at which a checkpoint with these tensor names has numbered experts."""
     matches = (_ANY_EXPERT.fullmatch(key) for key in keys if isinstance(key, str))
     return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def dialects_of(part_names: Collection[str]) -> list[Dialect]:
-    """Return the dialects (ways in which checkpoints store a weight) whose part names are exactly these."""
+    """Return the dialects (storage conventions, see `Dialect`) whose part names are exactly these."""
     return [dialect for dialect in DIALECTS if dialect.parts.keys() == set(part_names)]

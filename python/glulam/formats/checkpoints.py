@@ -1,4 +1,4 @@
-"""load_experts: read a layer's experts from a checkpoint, by the checkpoint's own names, as weights for operators."""
+"""load_experts: read a layer's quantised experts from a checkpoint, and return them as weights for operators."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def load_experts(
     experts: Sequence[int] | None = None,
     device: torch.device | str | int | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Return the quantised weights (w1, w2) of a layer's experts from a checkpoint that stores experts one by one.
+    """Load a layer's quantised experts from a checkpoint that stores them one by one, and stack them to (w1, w2).
 
-    Names and dtypes tell the format: FP8 blocks (DeepSeek-V3, Qwen3-FP8, DeepSeek-V4's base, AMD Quark), MXFP8
-    (MiniMax-M3, compressed-tensors), MXFP4 (DeepSeek-V4), NVFP4 (modelopt, compressed-tensors). w1 and w2 hold the
-    checkpoint's numbers unchanged, except for compressed-tensors' global scales, which become their reciprocals.
-    Scales of activations (`input_scale`, `input_global_scale`) are not read.
+    The format is recognised by the tensors' names and dtypes: FP8 blocks (DeepSeek-V3, Qwen3-FP8, DeepSeek-V4's base,
+    AMD Quark), MXFP8 (MiniMax-M3, compressed-tensors), MXFP4 (DeepSeek-V4), NVFP4 (modelopt, compressed-tensors). w1
+    and w2 hold the checkpoint's numbers unchanged, except for compressed-tensors' global scales, which become their
+    reciprocals. Scales of activations (`input_scale`, `input_global_scale`) are not read.
 
     Args:
-        state: tensors by the checkpoint's names, on any device, contiguous or not. A mapping that reads
-            files on access works: tensors are read one by one. The mapping is not changed.
-        prefix: the part of names before an expert's number, as "model.layers.3.mlp.experts".
+        state: tensors by the checkpoint's names, on any device, contiguous or not. A mapping that reads files on access
+            works, since tensors are read one by one. The mapping is not changed.
+        prefix: the part of names before an expert's number, such as "model.layers.3.mlp.experts".
         num_experts: number of experts of the layer.
-        experts: numbers of the experts to load, in this order, as the experts of a rank; None: all.
+        experts: numbers of the experts to load, in this order, for example a rank's experts; None: all.
         device: device of the result; None: the first tensor's device.
 
     Returns:
@@ -63,10 +63,10 @@ def load_named(
     experts: Sequence[int] | None = None,
     device: torch.device | str | int | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Load the experts with these names as `load_experts` does, and return (w1, w2).
+    """Load experts as `load_experts` does, but with names that `experts_at` has found already; return (w1, w2).
 
     Args:
-        names: the experts' names, see `experts_at`.
+        names: the experts' names, the result of `experts_at`.
         state, num_experts, experts, device: see `load_experts`.
     """
     wanted, projections = _wanted(state, num_experts, experts, names), _projections(names)
@@ -144,7 +144,7 @@ def _projections(names: ExpertNames) -> tuple[str, str, str]:
 
 
 def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
-    """Return the dialect whose part names and dtypes the experts' tensors have.
+    """Find the dialect (`checkpoint_names.Dialect`, a storage convention) by the tensors' part names and dtypes.
 
     Args:
         state: the checkpoint's tensors by name.
@@ -174,7 +174,7 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
 
 
 def _refuse_names(part_names: Mapping[str, str]) -> None:
-    """Raise ValueError for part names that match no dialect (way in which checkpoints store a weight) exactly."""
+    """Raise ValueError with a remedy for part names that are not exactly those of a dialect."""
     known = {name for dialect in DIALECTS for name in dialect.parts}
     if unknown := [key for part, key in part_names.items() if part not in known]:
         raise ValueError(
@@ -206,7 +206,7 @@ def _tensor(state: Mapping[str, Tensor], key: str) -> Tensor:
 
 
 class Source(NamedTuple):
-    """The experts of a checkpoint: tensors by name, the experts' names, and the dialect that stores them."""
+    """A checkpoint's experts: all tensors by name, the experts' names, and the dialect in which they are stored."""
 
     state: Mapping[str, Tensor]
     names: ExpertNames
@@ -216,7 +216,7 @@ class Source(NamedTuple):
         return _tensor(self.state, self.names.key(expert, projection, next(iter(self.dialect.parts))))
 
     def parts(self, expert: int, projection: str) -> dict[str, Tensor]:
-        """Return a projection's data, scales and, if the dialect has one, global scale, by the checkpoint's names.
+        """Return {tensor name: tensor} of one expert's projection: data, scales and, in some dialects, a global scale.
 
         Raises:
             TypeError, ValueError: a part has the wrong dtype or shape.
@@ -235,7 +235,7 @@ class Source(NamedTuple):
         return found
 
     def _check_shapes(self, parts: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a projection's parts do not fit each other, or kernels do not take its row width."""
+        """Raise ValueError if the parts' shapes do not fit each other, or kernels do not support the row width."""
         (data_key, data), (scale_key, scale), *others = parts.items()
         if data.dim() != 2 or not data.numel():
             raise ValueError(f"{OP}: {data_key} has shape {shape_text(data.shape)}; give a matrix [out, in]")
@@ -257,12 +257,13 @@ class Source(NamedTuple):
 
 
 def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], device: torch.device) -> Any:
-    """Return one weight of all these experts, in the dialect's format.
+    """Load one stacked weight, w1 or w2, of all these experts, in the dialect's format.
 
     Args:
         source: the checkpoint's experts.
         experts: numbers of the experts.
-        projections: names of the projections whose rows the weight has, one after the other.
+        projections: names of the projections whose rows are concatenated: gate and up-projection for w1, the
+            down-projection for w2.
         device: device of the weight.
     """
     wholes: list[Tensor] = []
@@ -284,9 +285,9 @@ def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], 
 
 
 def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
-    """Return memory for one part (data, scales or global scale) of all experts.
+    """Allocate a tensor [experts, projections, ...] for one part (data, scales or global scale) of all experts.
 
-    A global scale takes one number for each expert and projection, whether it is stored as [] or [1].
+    Global scales get [experts, projections], whether a checkpoint stores one as [] or [1].
 
     Args:
         shape: (experts, projections).
@@ -306,12 +307,12 @@ def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:
 
 
 def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
-    """Return flags, bool [], that are True if scales are invalid: one for the block scales, one for each global scale.
+    """Test the scales of one projection; return a flag, bool [], for the block scales and one for the global scale.
 
-    The flags are on the scales' device.
+    True: the scales are invalid. The flags stay on the scales' device, so that all are read back at once.
 
     Args:
-        scales: block scales and global scales of one projection.
+        scales: the projection's block scales and, in some dialects, its global scale.
     """
     first, *others = scales
     dtype = dialect.form.kind.scale_dtype
@@ -339,9 +340,9 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
 
 def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
-    """Return the weight, a tensor of the dialect's format, made from its parts [E, P, ...].
+    """Make the quantised tensor from its parts [E, P, ...], concatenating the rows of the projections.
 
-    P is the number of projections whose rows the weight has: 2 for a w1, 1 for a w2.
+    P is the number of projections: 2 for a w1 (gate and up-projection), 1 for a w2.
     """
     data, scale, *others = wholes
     kind, has_halves = dialect.form.kind, data.shape[1] > 1

@@ -1,8 +1,8 @@
-"""Forms: the layouts in which kernels read weights, and the conversion of callers' weights to them.
+"""Forms: the layouts in which kernels read weights, and the conversion of callers' weights to these layouts.
 
 Each layout is a subclass of `Form`. A weight is passed as `scaled.Parts`: data, scales, and in some formats a third
-tensor. Kernels read some formats' tensors directly; other weights (16-bit ones, or another layout) are first prepared,
-that is, converted.
+tensor. If a weight already has the layout, kernels read it directly. Other weights (in 16 bits, or in another layout)
+are first "prepared", that is, converted to the layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class Form:
     """The layout in which a recipe's kernels read weights [E, N, K] of one format.
 
     Attributes:
-        name: the form's name; also the `Scaled.reads_as` of tensors that kernels read without preparation.
-        kind: the class of the quantised tensors in this format.
-        classes: all classes of quantised tensors that are accepted, besides weights in 16 bits.
+        name: the form's name. Tensors that kernels read without preparation have this name as their
+            `Scaled.reads_as`.
+        kind: the class of the quantised tensors in this format, such as MXFP8Tensor.
+        classes: all classes of quantised tensors that operators accept for this form, besides weights in 16 bits.
         multiple: K must be a multiple of this.
-        block: elements of a row that share a scale.
-        elements: elements in one entry of `kind`'s data.
+        block: number of elements of a row that share a scale.
+        elements: number of elements in one entry of `kind`'s data: 2 if a byte holds two.
         quantize: function that makes a `kind` from one or several matrices in 16 bits or float32.
         ready_as: (dtype of data, number of dimensions of scale) of parts that kernels can read without preparation.
     """
@@ -41,29 +42,30 @@ class Form:
     ready_as: ClassVar[tuple[torch.dtype, int]]
 
     def check(self, op: str, name: str, w: Any) -> None:
-        """Raise ValueError if `w`, a tensor of one of `classes`, does not have the layout that this form reads."""
+        """Raise ValueError if `w`, a quantised tensor of one of `classes`, has a layout that this form cannot take."""
 
     def is_ready(self, parts: Parts) -> bool:
         """Return True if kernels can read these parts without preparation."""
         return parts.scale is not None and (parts.data.dtype, parts.scale.dim()) == self.ready_as
 
     def has_values(self, parts: Parts) -> bool:
-        """Return True if the method `values`, by which the CPU reference dequantises, can read these parts."""
+        """Return True if the method `values` can dequantise these parts for the CPU reference."""
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Return parts that kernels can read, converted from `parts`, which they cannot read yet.
+        """Prepare a weight: convert parts that kernels cannot read to parts that they can read.
 
         Args:
             parts: the weight's parts, in 16 bits or in another layout.
-            report: raise FoldError if values would change too much.
+            report: True: raise FoldError if folding (`mxfp8.fold`) would change values too much.
         """
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form for quantising a gated 16-bit w1 whose gate rows precede its up-projection rows.
+        """Return the form with which to quantise a gated 16-bit w1 of I gate rows followed by I up-projection rows.
 
-        By default this is the form itself.
+        A format with blocks of several rows needs another form if a block would hold rows of both halves. By default
+        this method returns the form itself.
 
         Args:
             num_rows: the number of w1's rows, 2I.
@@ -77,18 +79,19 @@ class Form:
             op, name: the operator and the argument, for messages.
             parts: the weight's parts.
             shape: [E, N, K].
-            is_concatenated: the first half of the rows is the gate and the second half the up-projection.
+            is_concatenated: True: the first half of the rows is the gate, and the second half the up-projection.
         """
 
     def tensor_of(self, parts: Parts) -> Scaled:
-        """Return the quantised tensor that consists of these parts: a `kind`, or the class of this layout in `classes`.
+        """Make the quantised tensor object that consists of these parts, without checks.
 
-        The parts must have this form's layout, which is not checked. 8-bit floats may come as uint8 bytes.
+        Its class is `kind`, or the class in `classes` that is made for this layout. The parts must have this form's
+        layout. 8-bit floats may be passed as uint8 bytes.
         """
         raise NotImplementedError
 
     def columns(self, data: Tensor) -> int:
-        """Return the number of elements in a row of `data`, which may hold several elements in an entry."""
+        """Return K, the number of elements in a row of `data`; an entry of `data` may hold several elements."""
         return data.shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
@@ -105,9 +108,9 @@ class Form:
         raise NotImplementedError
 
     def quantized(self, w: Any) -> Parts:
-        """Quantise a weight in 16 bits, [E, N, K] or a list, one expert at a time, and return its parts.
+        """Quantise a weight in 16 bits, [E, N, K] or a list of E [N, K], and return its parts.
 
-        A matrix that is not contiguous is copied first.
+        This takes one expert at a time, and copies an expert's matrix first if it is not contiguous.
         """
         if w[0].is_meta:  # there is nothing to quantise
             return self.on_meta(w[0], (len(w), *w[0].shape))
@@ -122,19 +125,19 @@ class Form:
         return Parts(*whole)
 
     def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
-        """Return the parts of a weight of this shape on the meta device. `like`: a tensor on the meta device."""
+        """Return the parts of a quantised weight of this shape on the meta device. `like`: any tensor on it."""
         *lead, k = shape
         data = like.new_empty((*lead, k // self.elements), dtype=self.kind.data_dtypes[0])
         scale = like.new_empty(self.scale_shape(shape, like.new_empty(0, 0, 0)), dtype=self.kind.scale_dtype)
         return Parts(data, scale)
 
     def quantized_tensor(self, w: Any) -> Any:
-        """Return a weight in 16 bits quantised, as a tensor of class `kind`."""
+        """Quantise a weight in 16 bits, and return a tensor of class `kind`."""
         made: Any = self.kind
         return made(*[part for part in self.quantized(w) if part is not None])
 
     def parts_of(self, op: str, name: str, w: Any, recipe: str) -> Parts:
-        """Return argument `w` as Parts; for a weight in 16 bits, Parts with data only.
+        """Return an operator's argument `w` as Parts; a weight in 16 bits becomes Parts that have only data.
 
         Args:
             op, name, recipe: the operator, the argument and the recipe, for messages.

@@ -1,4 +1,4 @@
-"""Tensors of 4-bit elements, stored as the bytes of checkpoints or as the words that kernels read (`words`)."""
+"""Base class of tensors of 4-bit elements, stored as the bytes of checkpoints or as the int32 words of `words.py`."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class FourBits(Stored):
         return self.data.dtype == WORD_DTYPE
 
     def prepare_(self: Kind) -> Kind:
-        """Reorder data in place into the words that kernels read; do nothing if it is prepared already. Returns self.
+        """Reorder data in place into the words that kernels read, unless it is prepared already. Returns self.
 
-        Operators take a tensor in either order, but for an unprepared tensor they make and keep a prepared copy. Other
-        tensors in the same memory, such as a checkpoint's blocks or a slice, still read it in the old order, so their
-        values become wrong.
+        Operators take a tensor in either order, but for an unprepared tensor they make and keep a prepared copy, which
+        takes as much memory again. Other tensors in the same memory, such as a checkpoint's blocks or a slice, still
+        read it in the old order, so their values become wrong.
 
         Raises:
             ValueError: data is not contiguous.
@@ -80,10 +80,7 @@ class FourBits(Stored):
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, by name; data is stored as bytes.
-
-        Data of a prepared tensor is copied.
-        """
+        """Return the tensors that a checkpoint stores, by name. Data is stored as bytes; prepared data is copied."""
         stored = self._with(data=self.bytes) if self.is_prepared else self
         return super(FourBits, stored).tensors(prefix)
 
@@ -93,7 +90,7 @@ class FourBits(Stored):
         return bytes_of(self.data) if self.is_prepared else self.data
 
     def __getitem__(self: Kind, index: int | slice) -> Kind:
-        """Return a view of entries of the first dimension: of experts of [E, N, K], or a slice of rows of [N, K]."""
+        """Return a view of some entries of the first dimension: experts of [E, N, K], or a slice of rows of [N, K]."""
         if isinstance(index, int) and self.data.dim() < 3:
             raise IndexError(
                 f"{type(self).__name__}: a single matrix has no leading dimension to index; slice its rows"
@@ -101,5 +98,5 @@ class FourBits(Stored):
         return self._with(data=self.data[index], scale=self.scale[index], **self.others_at(index))
 
     def others_at(self, index: int | slice) -> dict[str, Tensor]:
-        """Return the parts of `self[index]` besides data and scale."""
+        """Return the fields of `self[index]` other than data and scale."""
         return {}

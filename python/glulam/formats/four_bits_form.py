@@ -1,4 +1,4 @@
-"""Base of the kernels' layouts (`form.Form`) of 4-bit weights: data are int32 words of eight elements."""
+"""Base class of the layouts (`form.Form`) in which kernels read 4-bit weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .words import WORD_DTYPE, elements_of, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Words(Form):
-    """The layout in which kernels read 4-bit weights: data as int32 words of eight elements, scales unchanged.
+    """The layout in which kernels read 4-bit weights: data as int32 words of eight elements (`words.py`).
 
-    The CPU reference also reads weights that were not prepared, whose data are bytes of two elements.
+    Scales stay as in the quantised tensor. The CPU reference also reads unprepared weights, whose data are bytes of two
+    elements.
     """
 
     kind: ClassVar[type[FourBits]]

@@ -1,8 +1,8 @@
-"""The CPU reference of grouped_mlp with quantised operands, for each recipe.
+"""The CPU reference of grouped_mlp and its data gradients with quantised operands, for each recipe.
 
-Operands are rounded as the kernels round them: x and weights to the bit, the activation from float32. Products are
-accumulated in float32, or in float64 if x is float64. Kernels sum in another order, so an activation close to the
-midpoint of two E4M3 numbers may round to the other one.
+x and the weights are rounded bit for bit as the kernels round them. The activation is rounded from float32 by the same
+rules. But kernels sum in another order, so an activation close to the midpoint of two E4M3 numbers may round to the
+other one. Products are accumulated in float32, or in float64 if x is float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scaled import Parts
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight for the CPU reference; indexed by an expert's number, it gives that expert's weight in float32.
+    """A quantised weight for the CPU reference: `weight[expert]` is an expert's weight [N, K], dequantised to float32.
 
     Attributes:
         form: the format and layout of `parts`.
@@ -39,9 +39,10 @@ class Weight:
 
 
 def rounded(values: Tensor, rows: Any) -> Tensor:
-    """Return `values` rounded as kernels round rows before multiplying them.
+    """Round `values` to the format in which kernels multiply rows.
 
     Args:
+        values: rows of x or of the activation.
         rows: the rows' format, a recipe's `x` or `activation`. None: no rounding.
     """
     return values if rows is None else rows.rounded(values)
@@ -52,13 +53,13 @@ def grouped_mlp(
     biases: tuple[Any, Any], row_scale: Tensor | None, function: Activation, out: Tensor,
     preact: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the results of grouped_mlp: out [T, H], and preact [T, 2I or I] unless it is None.
+    """Compute grouped_mlp, and write the results: out [T, H], and preact [T, 2I or I] unless it is None.
 
     Args:
         recipe: the recipe object.
-        x: rows, and their scales if they are in MXFP8, else None.
+        x: (rows, scales) if x is in MXFP8, else (rows, None).
         weights: w1 and w2.
-        ends: each group's end.
+        ends: for each group, the index after its last row.
         biases: b1 and b2.
         row_scale, function, out, preact: see `reference.grouped_mlp`.
     """
@@ -75,14 +76,17 @@ def data_gradients(
     row_scale: Tensor | None, function: Activation, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write dpreact, act and d_row_scale as `reference.grouped_dglu` does, and dx [T, H] unless it is None.
+    """Compute the data gradients of grouped_mlp: dpreact, act and d_row_scale, and dx [T, H] unless it is None.
 
-    dy and the stored dpreact are quantised as x is in forward.
+    dy and dpreact are rounded to the format of x before they are multiplied.
 
     Args:
         recipe: the recipe object.
-        weights: w1 and w2, prepared along their columns; w1 is needed only for dx.
-        ends: each group's end.
+        dy: gradient of the result, [T, H].
+        weights: w1 and w2, quantised along their columns (N); w1 is needed only for dx.
+        ends: for each group, the index after its last row.
+        preact, row_scale, function, dpreact, d_row_scale: see `reference.grouped_dglu`.
+        act: [T, I], the activation times row_scale.
     """
     w1, w2 = weights
     reference.grouped_dglu(

@@ -1,26 +1,27 @@
-"""Process-wide cache of prepared weights: weights converted to the layout that a recipe's kernels read.
+"""Process-wide cache of prepared weights: weights converted (for example quantised) to the layout that kernels read.
 
-Each version of a weight is prepared only once. A version is known by the addresses of the weight's tensors and by their
-version counters, which torch's in-place operations advance (load_state_dict is one). Views of a weight share both, so
-a new view, as a module or torch.compile may pass at each call, is not prepared again. A prepared weight is freed when
-the original's memory is freed.
+Each version of a weight is prepared only once. The key of a version is the addresses of the weight's tensors and their
+version counters (`Tensor._version`), which torch's in-place operations advance (load_state_dict is one). Views of a
+weight share addresses and counters, so a new view, which a module or torch.compile may pass at each call, is not
+prepared again. A prepared weight is freed when the original's memory is freed.
 
-Some optimizers do not advance the counter: torch's fused ones, and those that copy into parameters through `.data`, as
-sharded ones do. So each step of any torch.optim.Optimizer counts as a new version of every weight that requires a
-gradient.
-
-Other writes through `.data` (averaged weights, weights sent by a trainer), and writes to an inference tensor, which has
-no version, are detected by a sample: before each use outside of graphs and of training, SAMPLED elements from all over
-a weight are compared with their values when it was prepared. On a GPU the host waits for the comparison, and so for all
-work that the stream has queued; on a GPU, therefore, only Parameters and inference tensors are compared, since other
-tensors are written in ways that advance their version. After a write that leaves the sampled elements unchanged, call
-`refresh_weights`.
+Three kinds of writes do not advance version counters:
+  * Steps of some optimizers: torch's fused ones, and sharded ones, which copy into parameters through `.data`. So each
+    step of any torch.optim.Optimizer counts as a new version of every weight that requires a gradient.
+  * Other writes through `.data`: averaged weights, weights sent by a trainer.
+  * Writes to an inference tensor, which has no version counter.
+The last two are detected by a sample: before each use outside of graphs and of training, SAMPLED elements from all over
+a weight are compared with the values that they had when the weight was prepared. On a GPU the host must wait for the
+comparison, and so for all work that the stream has queued. So on a GPU only Parameters and inference tensors are
+compared; other tensors are usually written in ways that advance their version. After a write that leaves the sampled
+elements unchanged, call `refresh_weights`.
 
 CUDA graphs. A replay runs no Python, so it cannot see that a weight has a new version. A weight that is not trained is
 prepared before the capture, and the graph keeps using the prepared weight. A weight that is trained changes between
-replays, or within them if the graph holds the optimizer's step. So the graph itself prepares it, into memory of its
-own: once for each version that the capture sees, so that all micro-batches of a step share the prepared weight. A
-replay does not advance versions, either. So after such a capture every call outside of graphs prepares the weight anew.
+replays, or within a replay if the graph holds the optimizer's step. So the graph itself prepares the weight, into the
+graph's memory: once for each version that the capture sees, so that all micro-batches of a step share the prepared
+weight. A replay does not advance versions, either. So after such a capture every call outside of graphs prepares the
+weight anew.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from .form import Form
 from .scaled import Parts
 
 SAMPLED = 4096
-"""About how many elements of a weight are compared with their earlier values before its prepared copy is used again."""
+"""Approximate number of elements of a weight that are compared to detect writes (see the top of this file)."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Entry:
-    """The prepared copy of one version of a weight, with all that identifies this version.
+    """A cache entry: the prepared copy of one version of a weight, and what identifies this version.
 
     Attributes:
-        like: shapes and dtypes of the weight's tensors.
+        like: shapes and dtypes of the weight's first and last tensor.
         versions: version counters of the weight's tensors.
         prepared: the prepared copy, as Parts.
-        capture: the CUDA graph capture that prepared the weight. None: it was prepared outside of captures.
+        capture: id of the CUDA graph capture that prepared the weight. None: it was prepared outside of captures.
         index: the GPU's index. None: on the CPU.
-        trains: the weight was at some time seen to require a gradient.
+        trains: True: the weight has required a gradient in some call, so optimizer steps make new versions.
         step: value of `steps` when the weight was prepared.
-        streams: handles of the CUDA streams that may read `prepared`; any other stream waits for the event `ready`
-            first.
+        ready: event that is recorded after the preparation.
+        streams: handles of the CUDA streams that may read `prepared`; any other stream first waits for `ready`.
         sample: the weight's sampled elements when it was prepared. None: it was prepared in training, or by a graph.
     """
 
@@ -92,20 +93,21 @@ class _Entry:
         return self.like == _like(tensors) and self.versions == [_version(tensor) for tensor in tensors]
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the weight's sampled elements have the values that they had when it was prepared.
+        """Return True if the weight's sampled elements still have the values from when the weight was prepared.
 
-        The comparison is skipped, with result True, for tensors whose writes all advance their version counter
-        (`_is_compared`). A weight that was prepared in training has no stored sample: False. Call `use` first, which
-        makes the current stream wait until it may read the stored sample.
+        True also, without a comparison, if the tensors need none (`_is_compared`). False if the weight was prepared in
+        training, since then no sample is stored. Call `use` first: it makes the current stream wait until the stream
+        may read the stored sample.
         """
         if self.sample is None:  # prepared in training
             return False
         return not _is_compared(tensors) or torch.equal(self.sample, sample_of(tensors))
 
     def use(self) -> Parts:
-        """Return the prepared parts, for kernels on the current stream.
+        """Return the prepared parts, and make them safe for kernels on the current stream.
 
-        The stream waits until the parts are written, and their memory is not reused before the stream has read them.
+        The stream waits until the parts are written, and the allocator does not reuse the parts' memory before the
+        stream has read them.
         """
         stream = self._stream()
         if stream in self.streams:
@@ -137,9 +139,9 @@ class _Weight:
         entries: for each form, the copy that calls outside of graphs use.
         in_graphs: for each form, the copy that the last graph capture made.
         memory: weak references to the storages of the weight's tensors; when one is freed, this object is dropped.
-        trained_by_graph: a captured graph prepares the weight, so replays may have changed it.
-        trains: a copy that was removed, to prepare the next version, had seen the weight require a gradient. It is kept
-            here because preparing the next version may fail.
+        trained_by_graph: True: a captured graph prepares the weight, so replays may change it.
+        trains: True: `_Entry.trains` of a former copy was True. It is kept here, because preparing the next version may
+            fail after the former copy was removed.
     """
 
     __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph", "trains")
@@ -153,7 +155,7 @@ class _Weight:
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if these tensors lie in the same storages as the tensors for which this record was made.
 
-        Equal addresses do not suffice: after a storage was freed, as FSDP does, another may be allocated at its place.
+        Equal addresses do not suffice: after a storage is freed, as FSDP does, another may get the same address.
         """
         return all(memory() is one.untyped_storage() for memory, one in zip(self.memory, tensors, strict=True))
 
@@ -171,7 +173,7 @@ class PreparedWeights:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return the number of weights prepared outside of graphs; a weight counts once for each form."""
+        """Return the number of prepared copies for calls outside of graphs; a weight has one for each form."""
         return sum(len(weight.entries) for weight in list(self._weights.values()))
 
     def clear(self) -> None:
@@ -188,12 +190,13 @@ class PreparedWeights:
                     self._weights.pop(key, None)
 
     def find(self, form: Form, parts: Parts, trained: bool = False) -> Parts | None:
-        """Return the prepared parts of this version of a weight, ready for the current stream; None if there are none.
+        """Return the cached prepared parts of this version of a weight, ready for the current stream; None: not cached.
 
-        A weight whose sampled elements have changed has no prepared parts (see the module's docstring).
+        If the weight's sampled elements have changed (see the top of this file), the cached parts do not count.
 
         Args:
-            trained: a gradient is being recorded; the sampled elements are then not compared.
+            form, parts: see the class.
+            trained: True: a gradient is being recorded; the sampled elements are then not compared.
         """
         tensors = _tensors(parts)
         weight = self._weights.get(tuple(map(Tensor.data_ptr, tensors)))
@@ -210,17 +213,18 @@ class PreparedWeights:
         return entry.prepared  # a capture begins when the device is idle, so it is ready
 
     def get(self, form: Form, parts: Parts, trained: bool = False) -> Parts:
-        """Return the prepared parts of this version of a weight as `find` does; prepare them now if there are none.
+        """Return the prepared parts of this version of a weight: cached ones (`find`), else prepare them now.
 
         Args:
-            trained: a gradient is being recorded, and training changes the weight. Then no FoldError is raised for a
-                weight that folding changes too much, since the check would make the host wait; and a graph that is
-                being captured prepares the weight at every replay.
+            form, parts: see the class.
+            trained: True: a gradient is being recorded, and training changes the weight. Then no FoldError is raised
+                for a weight that folding changes too much, since the check would make the host wait. If a graph is
+                being captured, the graph prepares the weight at every replay.
 
         Raises:
             FoldError, ValueError, TypeError: see `prepare_mxfp8_weight`.
-            CaptureError: a weight that is not trained would have to be prepared in a graph that is being captured, and
-                so again at every replay.
+            CaptureError: a graph is being captured, the weight is not trained, and it is not cached. The graph would
+                prepare the weight again at every replay.
         """
         tensors = _tensors(parts)
         capturing = _is_capturing(tensors)
@@ -248,9 +252,9 @@ class PreparedWeights:
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:
-        """Return the prepared parts (data, scales) of a weight that the graph being captured prepares at each replay.
+        """Return prepared parts of a weight for the graph that is being captured, which prepares them at each replay.
 
-        The first use of a version in a capture records the preparation; further uses of this version share its result.
+        The first use of a version in a capture records the preparation; later uses of this version share the result.
         """
         tensors, capture = _tensors(parts), gpus.capture_id()
         weight = self._weight(tensors)
@@ -262,10 +266,10 @@ class PreparedWeights:
         return found.use()
 
     def _weight(self, tensors: Sequence[Tensor]) -> _Weight:
-        """Return the record of the weight with these tensors, a new one if there is none.
+        """Return the record of the weight with these tensors; make a new record if there is none.
 
-        The record is dropped when the memory of one of the tensors is freed, since other data may lie there from then
-        on.
+        The record is dropped when the memory of one of the tensors is freed, since other data may then get the same
+        address.
         """
         addresses, weights = tuple(map(Tensor.data_ptr, tensors)), self._weights
         with self._lock:
@@ -280,13 +284,13 @@ PREPARED = PreparedWeights()
 
 
 def refresh_weights(*weights: Any) -> None:
-    """Drop prepared weights from the cache, so that each weight is prepared again at its next use.
+    """Drop prepared weights from the cache, so that each weight is prepared (quantised, converted) at its next use.
 
-    Operators detect almost every write to a weight by themselves: all in-place operations and steps of optimizers, and
-    writes through `.data`, for which they compare a sample of the elements. On a GPU they compare the samples only of
-    Parameters and inference tensors. So call this after a write through `.data` that changes only a few elements, and
-    on a GPU also after a write through `.data` to any other kind of tensor. CUDA graphs that were captured before keep
-    the weights of their capture.
+    Operators detect almost every write to a weight by themselves: all in-place operations, all steps of optimizers, and
+    writes through `.data`. For the latter they compare a sample of the elements; on a GPU only for Parameters and
+    inference tensors. So call this function after a write through `.data` that changes only a few elements, and on a
+    GPU also after a write through `.data` to any other kind of tensor. CUDA graphs that were captured before keep the
+    weights of their capture.
 
     Args:
         weights: tensors, lists of tensors, or modules, with all their parameters and buffers. No arguments: all
@@ -314,18 +318,18 @@ def _all_tensors(weight: Any) -> Iterator[Tensor]:
 
 
 def _is_compared(tensors: Sequence[Tensor]) -> bool:
-    """Return True if the sampled elements of a weight with these tensors must be compared.
+    """Return True if the sampled elements of a weight must be compared to detect writes.
 
-    They must be if a write to one of the tensors may leave its version counter unchanged (Parameters, inference
-    tensors), or if one is on the CPU, where comparing needs no synchronisation.
+    This is so if a tensor is a Parameter or an inference tensor, since writes may leave their version counters
+    unchanged; or if a tensor is on the CPU, where a comparison needs no synchronisation.
     """
     return any(isinstance(one, torch.nn.Parameter) or one.is_inference() or not one.is_cuda for one in tensors)
 
 
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return about SAMPLED elements, evenly spaced over all tensors: their bits as integers of the dtype's size.
+    """Return about SAMPLED elements, evenly spaced over all tensors, as a vector of their bits.
 
-    If the tensors' dtypes differ in size, the integers are int32.
+    The bits are integers of the elements' size; int32 if the tensors have several dtypes.
     """
     each = max(1, SAMPLED // len(tensors))
     parts = []
@@ -338,9 +342,7 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(form: Form, parts: Parts, report: bool) -> Parts:
-    """Return a weight's parts converted to the layout of `form`. `report`: raise FoldError if this changes values too
-    much.
-    """
+    """Convert a weight's parts to the layout of `form`; see `Form.made`."""
     return form.made(parts, report)
 
 
@@ -350,7 +352,7 @@ def _tensors(parts: Parts) -> list[Tensor]:
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the shapes and dtypes of the first and the last of a weight's tensors."""
+    """Return the shapes and dtypes of a weight's first and last tensor."""
     first, last = tensors[0], tensors[-1]
     return first.shape, first.dtype, last.shape, last.dtype
 

@@ -1,8 +1,8 @@
-"""Base classes of tensors of few-bit elements with scales, and E8M0 bytes as powers of two.
+"""Base classes of quantised tensors (elements of few bits with scales), and the decoding of E8M0 scale bytes.
 
-These are dataclasses around two tensors, not subclasses of torch.Tensor. A subclass would have to answer every operator
-of torch, by either a silent dequantisation or an error, and nothing here needs one: operators take the two tensors,
-gradients do not pass through quantised values, and modules keep the two tensors as buffers.
+A quantised tensor is a dataclass around two or three tensors, not a subclass of torch.Tensor. A subclass would have to
+answer every operator of torch, by a silent dequantisation or by an error. Nothing here needs that: operators take the
+tensors, gradients do not pass through quantised values, and modules keep the tensors as buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..calls.checks import shape_text
 
 NAMES = ("data", "scale", "global_scale", "row_scale")
-"""Names of fields that are tensors: all formats have the first two, some also one of the others."""
+"""Names of fields that are tensors. All formats have data and scale; some also have one of the other two."""
 SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that can be quantised."""
@@ -38,30 +38,31 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def scales_of(exponents: Tensor) -> Tensor:
-    """Return the scales 2^(e - 127) of E8M0 bytes e, float32; NaN for 0xFF."""
+    """Return the scales 2^(e - 127), float32, of E8M0 bytes e; NaN for 0xFF."""
     return _power(exponents.to(torch.int32))
 
 
 def multipliers_of(exponents: Tensor) -> Tensor:
-    """Return the reciprocal scales 2^(127 - e) of E8M0 bytes e, float32; NaN for 0xFF."""
+    """Return the reciprocal scales 2^(127 - e), float32, of E8M0 bytes e; NaN for 0xFF."""
     wide = exponents.to(torch.int32)
     return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
 def bytes_of_floats(part: Tensor) -> Tensor:
-    """Return 8-bit floats viewed as uint8; other dtypes unchanged.
+    """View 8-bit floats as uint8; return tensors of wider dtypes unchanged.
 
-    Python's pickle cannot restore 8-bit floats, and `copy_` into bytes would convert the numbers, 0.5 to 0.
+    Why: Python's pickle cannot restore 8-bit floats, and `copy_` into uint8 would convert the numbers (0.5 to 0).
     """
     return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
 class Parts(NamedTuple):
-    """The tensors of a weight of E experts, as kernels take them.
+    """The tensors of a weight of E experts, quantised or not, as operators pass them to kernels.
 
     Attributes:
-        data: elements, or a whole weight in 16 bits that must still be prepared.
-        scale: scales of blocks; None: the weight is in 16 bits.
+        data: quantised elements; or a weight in 16 bits, [E, N, K] or a list of E [N, K], that must still be prepared
+            (converted to a kernel's layout).
+        scale: scales of blocks or rows; None: the weight is in 16 bits.
         global_scale: the third tensor, if the format has one: global scales of experts, or a power of two for each row.
     """
 
@@ -71,24 +72,27 @@ class Parts(NamedTuple):
 
 
 class Scaled:
-    """Base of the tensor classes of all formats.
+    """Base of the classes of quantised tensors of all formats, such as MXFP8Tensor.
 
-    They are dataclasses with fields `data` (elements of 8 bits or less), `scale`, in some formats a third tensor, and
-    fields that describe the layout. Instances can be copied and pickled, and pass torch.load(weights_only=True) and
-    pytree functions; so containers of them pass torch.compile and torch.export.
+    Subclasses are dataclasses with the fields `data` (elements of 8 bits or less), `scale`, in some formats a third
+    tensor, and fields that describe the layout. Instances can be copied and pickled, and work with
+    torch.load(weights_only=True) and with torch's pytree functions. So containers of instances pass torch.compile and
+    torch.export.
     """
 
     data: Tensor
     scale: Tensor
     parts: ClassVar[Parts]
+    """The tensors of an instance. `parts` and `reads_as` are attributes of instances, but not dataclass fields."""
     reads_as: ClassVar[str]
-    """The result of `form_name()`. Each instance has `reads_as` and `parts` as attributes, not as dataclass fields."""
+    """The result of `form_name()`."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
-    """Name of a recipe that takes this class. `weight_only`: the recipe with which grouped_mm decodes this class."""
+    """Name of a recipe of grouped_mlp that takes weights of this class."""
     weight_only: ClassVar[str] = "mxfp8_weight_only"
+    """Name of the weight-only recipe by which grouped_mm multiplies with weights of this class."""
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
-    """The dtypes that data may have; bytes read from a file are viewed as the first of them."""
+    """The dtypes that data may have. Bytes (uint8) from a file are viewed as the first of them."""
     scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE
     names: ClassVar[tuple[str, ...]]
     """Names of the fields that are tensors."""
@@ -116,11 +120,14 @@ class Scaled:
 
     @classmethod
     def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
-        """Return the values of the fields that are not tensors, made from their JSON in an exported program."""
+        """Restore the values of the non-tensor fields from their JSON, which torch.export stores in a program."""
         return tuple(form)
 
     def form_name(self) -> str:
-        """Return the name of the `form.Form` whose kernels read this tensor unprepared; "" if there is none."""
+        """Return the name of the `form.Form` (layout) in which kernels can read this tensor without preparation.
+
+        "": no kernel reads it unprepared.
+        """
         return ""
 
     def note(self) -> None:
@@ -132,7 +139,7 @@ class Scaled:
         return [getattr(self, name) for name in self.names]
 
     def in_16_bits(self, name: str) -> str:
-        """Return, for messages, the Python expression that dequantises argument `name` to 16 bits."""
+        """Return, for error messages, a Python expression that dequantises the argument `name` to 16 bits."""
         return f"{name}.dequantize(torch.bfloat16)"
 
     def _flat(self) -> tuple[list[Any], Any]:
@@ -144,19 +151,24 @@ class Scaled:
 
     @classmethod
     def _unflattened(cls, parts: Any, form: Any) -> Any:
-        """Rebuild an instance unchecked, since pytree functions may have replaced the parts by any objects."""
+        """Rebuild an instance for pytree functions, without checks: the parts may have been replaced by any objects."""
         return cls.unchecked(*parts, *form)
 
     @classmethod
     def unchecked(cls, *values: Any) -> Any:
-        """Return an instance from the values of all fields, in order, without the checks, which take 3 us."""
+        """Make an instance from the values of all fields, in order, without checks, which would take 3 us."""
         result = object.__new__(cls)
         result.__dict__.update(zip(cls.fields, values, strict=True))
         result.note()
         return result
 
     def check_parts(self) -> None:
-        """Raise TypeError if a part is not a tensor of its dtype, ValueError if two parts are on different devices."""
+        """Check dtypes and devices of all tensors, and store `parts` and `reads_as`.
+
+        Raises:
+            TypeError: a field is not a tensor of its dtype.
+            ValueError: two tensors are on different devices.
+        """
         kind = type(self).__name__
         dtypes_of = {
             "data": self.data_dtypes,
@@ -199,7 +211,7 @@ class Scaled:
         return sum(part.nbytes for part in self._tensors())
 
     def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
-        """Return this on a device; self if it is there already. For another dtype call `dequantize`."""
+        """Return this tensor on a device: itself if it is there already. For another dtype call `dequantize`."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"to: {self.format} has no other dtype; call dequantize({device})")
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in self.names}
@@ -214,7 +226,7 @@ class Scaled:
 
 
 class Stored(Scaled):
-    """A Scaled that a checkpoint can store, because all its fields that are not tensors are strings."""
+    """Base of quantised tensors that checkpoints can store: all fields that are not tensors are strings."""
 
     def cpu(self: Kind) -> Kind:
         return self.to("cpu")
@@ -226,19 +238,23 @@ class Stored(Scaled):
         return self._with(**{name: getattr(self, name).clone() for name in self.names})
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, `<prefix>data` and so on; E8M0 scales as uint8."""
+        """Return the tensors for a checkpoint: {"<prefix>data": ..., "<prefix>scale": ...}; E8M0 scales as uint8."""
         parts = {f"{prefix}{name}": getattr(self, name) for name in self.names}
         return {name: part.view(torch.uint8) if part.dtype == SCALE_DTYPE else part for name, part in parts.items()}
 
     def metadata(self, prefix: str = "") -> dict[str, str]:
-        """Return the non-tensor fields, strings, that a checkpoint stores besides `tensors`."""
+        """Return the non-tensor fields for a checkpoint, {"<prefix><field>": string}; store them besides `tensors`."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.form}
 
     @classmethod
     def from_tensors(
         cls: type[Kind], tensors: Mapping[str, Tensor], metadata: Mapping[str, str], prefix: str = ""
     ) -> Kind:
-        """Return the instance stored by `tensors` and `metadata`; other entries are ignored.
+        """Restore an instance from a checkpoint's `tensors` and `metadata`; other entries are ignored.
+
+        Args:
+            tensors, metadata: mappings with the results of the methods `tensors` and `metadata`.
+            prefix: the prefix that was given to these methods.
 
         Raises:
             KeyError: an entry is missing.

@@ -1,4 +1,4 @@
-"""Helpers of weight quantisers: the check of their argument, and a division that all devices round alike."""
+"""Helpers of weight quantisers: a check of the weight, and a division that gives the same bits on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..calls.checks import check_plain, refuse_gradients, shape_text
 from .scaled import SOURCE_DTYPES
 
 CHUNK_ROWS = 2**14
-"""Rows that are quantised together; bounds the memory of their float32 copies."""
+"""Rows that are quantised together, which bounds the memory of their float32 copies."""
 
 
 def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> None:
     """Check a weight that will be quantised along its rows.
 
     Args:
-        multiple: K must be a multiple of this. any_batch: accept [..., N, K]; else only [N, K] and [E, N, K].
+        multiple: K must be a multiple of this.
+        any_batch: True: accept [..., N, K]. False: only [N, K] and [E, N, K].
 
     Raises:
         TypeError: w is not a tensor of SOURCE_DTYPES. ValueError: its shape or memory layout is wrong.
@@ -39,9 +40,9 @@ def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> 
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """Return x / number, rounded once.
+    """Return x / number, rounded once, on any device.
 
-    If the divisor is a Python number, torch's GPU operators multiply by its reciprocal instead. Here the divisor is a
-    tensor, so torch divides as the CPU and the kernels do.
+    `x / number` would not do: torch's GPU operators multiply by the reciprocal of a Python number. With a tensor as
+    divisor, they divide as the CPU and the kernels do.
     """
     return x / torch.full_like(x, number)

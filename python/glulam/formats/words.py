@@ -1,19 +1,21 @@
 """Conversion between a checkpoint's bytes of 4-bit elements and the int32 words of eight elements that kernels read.
 
+The order of bits in a word is chosen so that a kernel decodes it to bfloat16 with few instructions.
+
 A block of 32 elements is four words. Word j holds elements 2j and 2j + 1 of every eight elements of the block. Such a
-pair is one byte of a checkpoint, and becomes one register of two bfloat16 numbers in a kernel, the even element in the
-lower half: bits 15 and 8 to 6 of a bfloat16 number are the element's sign and its three other bits. A word's bits are
-ordered so that these expressions make the registers of its four pairs, after all other bits of a register are masked
-away (shifts fill with zeros):
+pair of elements is one byte of a checkpoint. In a kernel it becomes one register of two bfloat16 numbers, the even
+element in the lower half. Bit 15 of a bfloat16 number is the element's sign, and bits 8 to 6 are its other three bits.
+The registers of a word's four pairs are these expressions, after all other bits of a register are masked away (shifts
+fill with zeros):
 
     pair 0   word                        pair 2   (word >> 4) ^ (word rotated left by 10)
     pair 1   word << 4                   pair 3   (word >> 4) ^ (word << 6)
 
-The 32 bits of the pairs are a linear, invertible function (over GF(2)) of the word's bits. Decoding takes four shifts
-and four logical operations, since one instruction does the exclusive or and the mask; a search found no such function
-with three shifts, nor with four shifts and no exclusive or.
+The 32 bits of the pairs are a linear, invertible function (over GF(2)) of the word's bits, so a word holds all four
+pairs. Decoding takes four shifts and four logical operations, since one instruction does the exclusive or and the mask.
+A search found no such function with three shifts, nor with four shifts and no exclusive or.
 
-In the third and fourth of every four blocks of a row, pairs 2 and 3 come before pairs 0 and 1: with this order the four
+In the third and fourth of every four blocks of a row, pairs 2 and 3 come before pairs 0 and 1. With this order the four
 threads that hold neighbouring blocks read x from different banks (`cute_kernels/sm90/mainloop/few_rows.py`).
 """
 
@@ -35,16 +37,16 @@ WORD_BITS, WORD_BYTES = 32, WORD_ELEMENTS // 2
 PAIRS = WORD_ELEMENTS // 2
 BLOCK_WORDS = BLOCK // WORD_ELEMENTS
 CHUNK_BYTES = 2**24
-"""Bytes that are converted together: the intermediate tensors take sixteen times as much memory."""
+"""Bytes that are converted together. The limit is small because intermediate tensors take 16 times this memory."""
 
 
 def elements_of(dtype: torch.dtype) -> int:
-    """Return the number of elements in one entry of data: in a byte, or in a word."""
+    """Return the number of 4-bit elements in one entry of data of this dtype: 2 in a byte, 8 in an int32 word."""
     return WORD_ELEMENTS if dtype == WORD_DTYPE else 2
 
 
 def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the words, int32 [..., K/8], of bytes [..., K/2]; K is a multiple of 32.
+    """Convert bytes [..., K/2] to words, int32 [..., K/8]. K is a multiple of 32.
 
     Args:
         data: bytes of two elements, the even element in the lower half.
@@ -62,7 +64,7 @@ def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """Return bytes [..., K/2] of words [..., K/8]: the inverse of `words_of`."""
+    """Convert words [..., K/8] to bytes [..., K/2]; the inverse of `words_of`."""
     *lead, count = words.shape
     data = torch.empty(*lead, count * WORD_BYTES, dtype=torch.uint8, device=words.device)
     for source, target in _chunks(words, data):
@@ -79,28 +81,27 @@ def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _turned(pairs: Tensor) -> Tensor:
-    """Swap pairs 0, 1 with 2, 3 in the third and fourth of every four blocks of [..., blocks, pairs, words]."""
+    """Swap pairs 0, 1 with pairs 2, 3 in the third and fourth of every four blocks of [..., blocks, pairs, words]."""
     is_turned = torch.arange(pairs.shape[-3], device=pairs.device) & 2 > 0
     return torch.where(is_turned[:, None, None], pairs.roll(PAIRS // 2, dims=-2), pairs)
 
 
 def _pairs(words: Bits) -> list[Bits]:
-    """Return the four pairs of int32 words, each as its byte in a checkpoint."""
+    """Return the four pairs of elements in int32 words; each pair is a byte, as in a checkpoint."""
     down, turned = words >> 4 & 0x0FFFFFFF, words << 10 | words >> 22 & 0x3FF
     return [_byte(bits) for bits in (words, words << 4, down ^ turned, down ^ words << 6)]
 
 
 def _byte(bits: Bits) -> Bits:
-    """Return a checkpoint's byte from a register of two bfloat16 numbers."""
+    """Return the byte (pair of elements, as in a checkpoint) of a register of two bfloat16 numbers."""
     return bits >> 6 & 0x07 | bits >> 12 & 0x08 | bits >> 18 & 0x70 | bits >> 24 & 0x80
 
 
 @functools.cache
 def _tables() -> list[list[int]]:
-    """Return a table for each of the four pairs: for each of the pair's 256 byte values, the bits of the word that it
-    sets.
+    """Return four tables, one for each pair of a word, that map a pair's byte (0 to 255) to bits of the word, int32.
 
-    A word is the exclusive or of the four entries. Entries are int32 numbers.
+    The word is the exclusive or of the four pairs' entries, since it is a linear function of the bytes over GF(2).
     """
     rows = []
     for bit in range(WORD_BITS):

@@ -32,22 +32,22 @@ def scales_of_maxima(amax: Tensor) -> Tensor:
 
 
 def encoded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode x [R, C] by rows: return E4M3 [R, C] and float32 scales [R, ceil(C / 128)]."""
+    """Encode x [R, C] with a scale for each 128 elements of a row: E4M3 [R, C], float32 scales [R, ceil(C / 128)]."""
     data, scale = _encoded(x.float()[:, None])
     return data[:, 0], scale
 
 
 def encoded_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode x [R, C] by 128 x 128 blocks: return E4M3 [R, C] and float32 scales [ceil(R / 128), ceil(C / 128)]."""
+    """Encode x [R, C] with a scale for each 128 x 128 block: E4M3 [R, C], float32 [ceil(R / 128), ceil(C / 128)]."""
     rows = x.shape[0]
     data, scale = _encoded(pad(x.float(), (0, 0, 0, -rows % BLOCK)).unflatten(0, (-1, BLOCK)))
     return data.flatten(0, 1)[:rows], scale
 
 
 def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode float32 strips [S, rows, C]: return E4M3 of this shape, and a scale for each 128 columns of a strip.
+    """Encode float32 [S, rows, C], where all rows of a strip s and 128 columns share a scale.
 
-    The scales are float32 [S, ceil(C / 128)].
+    Returns E4M3 [S, rows, C] and float32 scales [S, ceil(C / 128)].
     """
     columns = strips.shape[2]
     blocks = pad(strips, (0, -columns % BLOCK)).unflatten(2, (-1, BLOCK))
@@ -57,9 +57,9 @@ def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of E4M3 data [..., R, C] with scales [..., R, ceil(C / 128)]; exact in float64.
+    """Return the values of E4M3 data [..., R, C] with scales [..., R, ceil(C / 128)], one for 128 elements of a row.
 
-    Each scale belongs to 128 consecutive elements of a row.
+    They are exact in float64.
     """
     assert data.dtype == DATA_DTYPE
     return data.to(dtype) * scale.to(dtype).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]

@@ -1,4 +1,4 @@
-"""FP8 with block scales as kernels read it: the layout of weights, and the rounding of rows of x."""
+"""FP8 with block scales, as kernels read it: the layout of weights (`Fp8Block`), and the format of rows (`Fp8Rows`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .tensor import MULTIPLE, FP8BlockTensor, grid_shape, values_of
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Block(Form):
-    """The layout of an FP8BlockTensor for kernels: one float32 scale for each 128 x 128 elements of a weight.
+    """The layout in which kernels read FP8 weights: one float32 scale for each 128 x 128 elements (FP8BlockTensor).
 
     Attributes:
-        decoded_to: dtype to which kernels round an element times its scale. None: kernels multiply the E4M3 elements,
-            and scale each sum of 128 products.
-        in_halves: a weight in 16 bits is quantised in two halves of rows, each with its own grid of scales.
+        decoded_to: dtype to which kernels round an element times its scale before they multiply. None: kernels multiply
+            the E4M3 elements themselves, and scale each sum of 128 products.
+        in_halves: True: a weight in 16 bits is quantised in two halves of rows, each with its own grid of scales (see
+            FP8BlockTensor).
     """
 
     name = "fp8_block"
@@ -85,10 +86,10 @@ FP8_BLOCK_IN_BF16 = Fp8Block(torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Rows:
-    """The format of rows (of x or the activation) in GEMMs: E4M3, and a float32 scale for 128 elements of a row."""
+    """The format to which GEMMs quantise rows of x or of the activation: E4M3, a float32 scale for 128 elements."""
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return values quantised to this format and decoded, in float32 or float64."""
+        """Quantise values [R, C] to this format and dequantise them again; the result is float32 or float64."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         return decoded(*encoded_rows(values), dtype=dtype)
 

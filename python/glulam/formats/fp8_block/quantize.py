@@ -13,19 +13,19 @@ from .tensor import MULTIPLE, FP8BlockTensor, grid_shape
 
 OP = "quantize_fp8_block"
 CHUNK_BLOCKS = 128
-"""Blocks of rows that are quantised together; bounds the memory of their float32 copies."""
+"""Blocks of 128 rows that are quantised together, which bounds the memory of their float32 copies."""
 
 
 def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
-    """Return w in E4M3 with a float32 scale for each block of 128 x 128.
+    """Quantise weights to FP8 (E4M3) with a float32 scale for each block of 128 x 128.
 
     A block's scale is amax / 448, at least 2^-126; the scale of a block of zeros is 1. Elements are rounded to nearest
     even. A NaN or an Inf makes its block's scale and all elements of the block NaN.
 
     Args:
         w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 16.
-        in_halves: quantise the first N/2 rows and the last N/2 rows separately, for a gated w1 in layout "concat"; see
-            FP8BlockTensor. The result differs only where N/2 is no multiple of 128.
+        in_halves: True: quantise the first N/2 rows and the last N/2 rows separately, for a gated w1 in layout
+            "concat"; see FP8BlockTensor. The result differs only if N/2 is no multiple of 128.
 
     Returns:
         FP8BlockTensor of w's shape.
@@ -51,10 +51,7 @@ def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
 
 
 def _quantize(matrix: Tensor, data: Tensor, grid: Tensor) -> None:
-    """Quantise matrix [N, K], and write its elements to data [N, K] and its scales to grid.
-
-    grid: [ceil(N / 128), ceil(K / 128)].
-    """
+    """Quantise a matrix [N, K] into data [N, K] and grid [ceil(N / 128), ceil(K / 128)], its scales."""
     for first in range(0, len(grid), CHUNK_BLOCKS):
         rows = slice(first * BLOCK, (first + CHUNK_BLOCKS) * BLOCK)
         data[rows], grid[first : first + CHUNK_BLOCKS] = encoded_tiles(matrix[rows])

@@ -22,12 +22,13 @@ class FP8BlockTensor(Stored):
     The value of an element is its E4M3 number times its block's scale. The last blocks along N and along K may be
     smaller, so neither need be a multiple of 128.
 
-    A gated w1 in layout "concat" holds two matrices, the gate's N/2 rows before the up-projection's. If N/2 is not a
-    multiple of 128, a block of one grid over all N rows would hold rows of both; such weights are quantised half by
-    half, as in checkpoints. Their scales have one more dimension: a grid for each half, [E, 2, ceil(N/2 / 128),
-    ceil(K / 128)]. If N/2 is a multiple of 128, both ways give the same blocks, and `scale` becomes [E, N/128,
-    ceil(K / 128)] from either. transformers loads a grid for each half into `gate_up_proj_scale_inv`, but its own
-    kernels read one grid over all rows, which is right only if N/2 is a multiple of 128.
+    A gated w1 in layout "concat" holds two matrices: N/2 rows of the gate, then N/2 rows of the up-projection. If N/2
+    is a multiple of 128, one grid of blocks over all N rows is the same as one grid for each half, and `scale` is
+    always stored as [E, N/128, ceil(K / 128)]. If N/2 is not a multiple of 128, a block of one grid would hold rows of
+    both matrices. Such weights are quantised half by half, as in checkpoints, and their scales have one more dimension:
+    a grid for each half, [E, 2, ceil(N/2 / 128), ceil(K / 128)]. transformers loads a grid for each half into
+    `gate_up_proj_scale_inv`, but its own kernels read one grid over all rows, which is right only if N/2 is a multiple
+    of 128.
 
     Attributes:
         data: [..., N, K] float8_e4m3fn, K a multiple of 16.
@@ -59,7 +60,7 @@ class FP8BlockTensor(Stored):
 
     @property
     def has_grid_of_halves(self) -> bool:
-        """True if each half of the rows has its own grid of scales, and a grid over all rows would differ."""
+        """True if each half of the rows has its own grid of scales, because one grid over all rows would differ."""
         return self.scale.dim() > self.data.dim()
 
     def form_name(self) -> str:
@@ -78,7 +79,12 @@ class FP8BlockTensor(Stored):
 
 
 def grid_shape(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight [..., N, K]. halves: 2 if each half of the rows has a grid, else 1."""
+    """Return the shape of the scales of a weight of shape [..., N, K].
+
+    Args:
+        shape: the weight's shape.
+        halves: 2 if each half of the rows has its own grid of scales, else 1.
+    """
     *lead, n, k = shape
     return (*lead, *((halves,) if halves > 1 else ()), num_blocks(n // halves), num_blocks(k))
 

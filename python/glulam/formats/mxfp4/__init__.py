@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 elements, two a byte, and a power of two (E8M0) for each 32 of them along a row."""
+"""MXFP4: E2M1 (4-bit) elements, two a byte, and a power of two (E8M0) as the scale of each 32 elements of a row."""
 
 from .codec import values_of
 from .quantize import quantize_mxfp4

@@ -15,7 +15,7 @@ SCALE_BIAS = 127
 
 
 def values_of(data: Tensor, exponents: Tensor) -> Tensor:
-    """Return the values, float32 [..., K], of E2M1 bytes [..., K/2] with E8M0 bytes [..., K/32] as scales.
+    """Decode E2M1 bytes [..., K/2] with scales as E8M0 bytes [..., K/32]: return the values, float32 [..., K].
 
     They are exact below float32's limit, 2^128.
     """
@@ -23,18 +23,19 @@ def values_of(data: Tensor, exponents: Tensor) -> Tensor:
 
 
 def scale_exponents(amax: Tensor) -> Tensor:
-    """Return E8M0 bytes, uint8, of the scales 2^(floor(log2 amax) - 2) of blocks.
+    """Return the blocks' scales 2^(floor(log2 amax) - 2) as E8M0 bytes, uint8.
 
-    amax: the greatest magnitude of each block, float32.
+    Args:
+        amax: the greatest magnitude of each block, float32.
     """
     exponent = (amax.view(torch.int32) >> F32_MANTISSA_BITS) - MAX_EXPONENT
     return exponent.clamp(min=0).masked_fill(amax.isnan(), E8M0_NAN).to(torch.uint8)
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode x [R, K] by rows: return E2M1 bytes [R, K/2] and E8M0 bytes [R, K/32].
+    """Encode x [R, K] along rows: return E2M1 bytes [R, K/2] and the scales as E8M0 bytes [R, K/32].
 
-    A block with a NaN has elements 0.
+    A block with a NaN gets the scale NaN and elements 0.
     """
     blocks = x.float().unflatten(1, (-1, BLOCK))
     exponents = scale_exponents(blocks.abs().amax(dim=2))

@@ -1,4 +1,4 @@
-"""Layouts of MXFP4 weights for kernels: `Mxfp4`, words of eight elements; `Mxfp4Rebased`, for GEMMs in FP8."""
+"""Layouts in which kernels read MXFP4 weights: `Mxfp4` for MMAs in 16 bits, `Mxfp4Rebased` for MMAs in FP8."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from .tensor import MXFP4Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4(Words):
+    """The layout of a prepared MXFP4Tensor, for recipe "mxfp4_weight_only": int32 words and E8M0 scales."""
+
     name = "mxfp4"
     kind = MXFP4Tensor
     classes = (MXFP4Tensor,)
@@ -36,9 +38,9 @@ class Mxfp4(Words):
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Rebased(Form):
-    """The layout of a RebasedWeight: a checkpoint's bytes and scales, and a power of two for each weight row.
+    """The layout of a RebasedWeight, for recipe "mxfp4": a checkpoint's bytes and scales, a power of two for each row.
 
-    See `rebase` for what the powers of two are for.
+    The file `rebase.py` explains the powers of two.
     """
 
     name = REBASED
@@ -53,7 +55,7 @@ class Mxfp4Rebased(Form):
         return parts.global_scale is not None and super().is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Return prepared parts as copies: the cache of prepared weights must not keep the weight's memory alive."""
+        """Prepare a weight. All results are copies: the cache of prepared weights must not keep w's memory alive."""
         parts = self.quantized(parts.data) if parts.scale is None else parts
         data, scale = words_of_bytes(parts.data).clone(), parts.scale.clone()  # type: ignore[union-attr]
         return Parts(data, scale, row_scales(data, scale, "recipe 'mxfp4'").view(SCALE_DTYPE))

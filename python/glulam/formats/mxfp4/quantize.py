@@ -24,13 +24,13 @@ from .tensor import MXFP4Tensor
 
 
 def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
-    """Return w in MXFP4: E2M1 elements and a power of two for each 32 of them along a row.
+    """Quantise weights to MXFP4: E2M1 elements, and a power of two for each 32 elements of a row.
+
+    A block's scale is 2^(floor(log2 amax) - 2), at least 2^-127. Elements are rounded to nearest even, and saturate at
+    6. A NaN makes its block's scale NaN. The scale of a block of zeros is the least scale, byte 0.
 
     On a GPU a kernel quantises; a tensor that is not contiguous is copied one matrix at a time. On other devices, and
     while torch.compile traces, torch's operators quantise.
-
-    A block's scale is 2^(floor(log2 amax) - 2), at least 2^-127; elements are rounded to nearest even, up to 6.
-    A NaN makes its block's scale NaN; the scale of a block of zeros is the least one, byte 0.
 
     Args:
         w: [..., N, K], bfloat16, float16 or float32; K a multiple of 32.
@@ -55,7 +55,7 @@ def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
 
 
 def _experts(w: Tensor, out: MXFP4Tensor) -> list[Tensor]:
-    """Return w, out's data and out's scales as bytes, each viewed as [matrices, rows, columns]."""
+    """Return [w, out's data, out's scales as bytes], each viewed as [matrices, rows, columns]."""
     parts = w, out.data, out.scale.view(torch.uint8)
     return [part[None] if part.dim() == 2 else part.flatten(0, -3) for part in parts]
 

@@ -1,8 +1,8 @@
-"""Re-basing: give each row of an MXFP4 weight a power of two, so that FP8 MMAs multiply the row exactly.
+"""Re-basing: give each row of an MXFP4 weight one power of two, so that FP8 MMAs multiply the row exactly.
 
-An E2M1 number times 2^k, k = -6 .. 6, is an E4M3 number. So FP8 MMAs multiply a row exactly if its blocks' scales are
-within 2^12 of each other: on the way to the MMA, a block's elements are multiplied by the ratio of the block's scale to
-the row's power of two, and the row's power of two multiplies the result.
+FP8 MMAs on Hopper do not apply block scales. But an E2M1 number times 2^k, k = -6 .. 6, is an E4M3 number. So the
+kernel converts each element to E4M3, times (its block's scale / its row's power of two); after the MMA it multiplies
+the result by the row's power of two. This is exact if the scales of a row's blocks are within 2^12 of each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REBASED = "mxfp4 rebased"
 """The name of the form `Mxfp4Rebased`."""
 MAX_BINADES = MXFP4_ROWS.row_binades
 BELOW_GREATEST = 6
-"""Binades by which a row's power of two is below the row's greatest scale: half of MAX_BINADES."""
+"""A row's power of two is the row's greatest scale times 2^-6. 6 is half of MAX_BINADES."""
 MAGNITUDES = 0x77
 """Mask of a byte's two elements: all bits except the signs."""
 
@@ -88,10 +88,11 @@ class RebasedWeight(Stored):
 
 @torch.no_grad()
 def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
-    """Find a power of two for each row of MXFP4 expert weights, so that FP8 GEMMs multiply the weights exactly.
+    """Prepare MXFP4 expert weights for the FP8 GEMMs of recipe "mxfp4": find a power of two for each weight row.
 
-    Call this once, at load. The result shares w's data and scales if w is not prepared and its parts are contiguous;
-    else they are copied. One value is read back from the device.
+    With these the GEMMs multiply the weights exactly (`formats.mxfp4.rebase` explains how). Call this once, at load.
+    The result shares w's data and scales if w is not prepared and its parts are contiguous; else they are copied. One
+    value is read back from the device.
 
     Args:
         w: an MXFP4Tensor [E, N, K], or bfloat16, float16 or float32 [E, N, K], which is quantised first; K is a
@@ -118,9 +119,10 @@ def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
 
 
 def words_of_bytes(data: Tensor) -> Tensor:
-    """Return an MXFP4Tensor's data as int32 [..., K/8], four of a checkpoint's bytes in a word.
+    """Return an MXFP4Tensor's data as int32 [..., K/8] with a checkpoint's bytes in their order, four in a word.
 
-    The result is a view if data are bytes, contiguous and aligned; else a copy.
+    These are not the reordered words of `formats/words.py`. The result is a view if data are bytes, contiguous and
+    aligned; else a copy.
     """
     made = bytes_of(data) if data.dtype == WORD_DTYPE else data.contiguous()
     if made.storage_offset() % WORD_BYTES:
@@ -129,7 +131,7 @@ def words_of_bytes(data: Tensor) -> Tensor:
 
 
 def row_scales(data: Tensor, scale: Tensor, op: str) -> Tensor:
-    """Return the power of two of each weight row as an E8M0 byte, uint8 [E, N].
+    """Return, for each weight row, the power of two 2^-6 * (the row's greatest scale) as an E8M0 byte, uint8 [E, N].
 
     Args:
         data, scale: as in a RebasedWeight.

@@ -17,14 +17,14 @@ BLOCK_BYTES = BLOCK // 2
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MXFP4Tensor(FourBits):
-    """A matrix [N, K], or a batch of them, in MXFP4: E2M1 elements, one E8M0 scale for 32 along a row.
+    """A matrix [N, K], or a batch of them, in MXFP4: E2M1 elements, one E8M0 scale for each 32 elements of a row.
 
     The value of an element is its E2M1 number times 2^(scale byte - 127); a scale byte of 255 is NaN. Leading
-    dimensions, as E of expert weights [E, N, K], count independent matrices.
+    dimensions, such as E of expert weights [E, N, K], count independent matrices.
 
     Attributes:
-        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
-            [..., N, K/8] int32, words as kernels read them (`words.py`).
+        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half. After `prepare_`:
+            [..., N, K/8] int32, words as kernels read them (`formats/words.py`).
         scale: [..., N, K/32] float8_e8m0fnu; uint8 is accepted.
 
     Raises:
@@ -62,6 +62,6 @@ class MXFP4Tensor(FourBits):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values [..., N, K] in `dtype`; magnitudes from 2^128 on become infinite.
 
-        All others are exact in float32 and bfloat16; float16 rounds them and has a smaller range.
+        All other values are exact in float32 and bfloat16; float16 rounds them and has a smaller range.
         """
         return values_of(self.bytes, self.scale.view(torch.uint8)).to(dtype)

@@ -1,4 +1,4 @@
-"""MXFP8: E4M3 elements with a power of two (E8M0) for each 32; quantisers, and folding to one scale for each row."""
+"""MXFP8: E4M3 elements, and a power of two (E8M0) as the scale of each 32. Quantisers; folding to one scale a row."""
 
 from .fold import FoldedWeight, FoldError, FoldReport, prepare_mxfp8_weight, rebase_mxfp8
 from .quantize import quantize_mxfp8

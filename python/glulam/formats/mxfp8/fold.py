@@ -1,10 +1,11 @@
-"""Folding: convert a weight in MXFP8, with a scale for each 32 elements, to one power of two for each row.
+"""Folding: convert a weight in MXFP8, which has a scale for each 32 elements, to one scale (a power of two) a row.
 
 Hopper's tensor cores do not support block scales. E4M3 is a floating-point format, so a power of two can move from a
-scale into the elements, exactly down to the spacing of E4M3's subnormals: docs/mxfp8.md has the bounds and the reasons.
+scale into the elements. This is exact down to the spacing of E4M3's subnormals: docs/mxfp8.md has the bounds and the
+reasons.
 
 On a GPU a kernel folds. On the CPU torch's operators fold; they are the kernel's reference, and they also measure the
-numbers of a FoldReport.
+numbers of a FoldReport, for weights on a GPU too.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 FOLDED = "mxfp8 folded by "
-"""Beginning of the names of the forms of folded weights; the axis, "row" or "col", follows."""
+"""The `Form.name` of folded weights is this text and the axis, "row" or "col"."""
 MAX_ERROR = 1e-2
-"""Largest change accepted by default, relative to a block's norm; quantising to MXFP8 changes a block by 2.6e-2."""
+"""Largest change of a block that is accepted by default, relative to its norm. Quantising to MXFP8 makes 2.6e-2."""
 WIDE = BLOCK_SIZES["1x128"]
 WIDE_BLOCKS = WIDE // BLOCK
 MAX_BINADES = 32
 NEGLIGIBLE_BINADES = 24
-"""A block this many binades below its row's maximum is below the precision of the row's float32 sum."""
+"""A block this many binades (powers of two) below its row's maximum is below the precision of the row's float32 sum."""
 CHUNK_ELEMENTS = 1 << 24
-"""Elements that are converted together: 64 MB in float32, and a few times that for intermediate results."""
+"""Elements that are converted together: 64 MB in float32, and a few times 64 MB for intermediate results."""
 E4M3_MAX_MANTISSA, E4M3_MAX_EXPONENT = 0.875, 9  # 448 = 0.875 * 2^9
 LOST = -40
 """Any E4M3 number times 2^LOST rounds to 0."""
@@ -57,8 +58,8 @@ Weight = Tensor | MXFP8Tensor | Sequence[Tensor]
 class FoldError(ValueError):
     """Raised when a weight cannot be prepared for FP8 GEMMs; the message names the expert, and the remedy.
 
-    Either folding would change the weight too much, or block scales of a row of an MXFP4 weight are too far apart, or
-    the weight has a NaN or an Inf.
+    Causes: folding would change the weight too much; or the block scales of a row of an MXFP4 weight are too far apart;
+    or the weight has a NaN or an Inf.
     """
 
 
@@ -78,17 +79,17 @@ class Place(NamedTuple):
 
 
 class FoldReport(NamedTuple):
-    """Changes that folding made to a weight in MXFP8.
+    """Measurement of the changes that folding made to a weight in MXFP8.
 
     Attributes:
-        binades: numbers of blocks of 32 that were moved down by 0, 1, 2, ... powers of two; the last counts the blocks
-            moved by this much or more. Blocks of zeros are not counted.
+        binades: entry i is the number of blocks of 32 whose elements folding moved down by i powers of two; the last
+            entry counts blocks that were moved by this much or more. Blocks of zeros are not counted.
         changed: share of the nonzero elements whose value changed.
         error: the largest ratio of the norm of a row's change to the row's norm.
-        error_bound: the largest ratio of the norm of a block's change to the block's norm, for blocks of 32. Whatever
-            the activations x are, no result changes by more than this share of the sum over blocks b of |w_b| |x_b|.
-            Blocks below 2^-24 of their row's maximum are left out.
-        worst: the block whose ratio is `error_bound`.
+        error_bound: the largest ratio of the norm of a block's change to the block's norm, for blocks of 32. For any
+            activations x, no result changes by more than this share of the sum over blocks b of |w_b| |x_b|. Blocks
+            below 2^-24 of their row's maximum are left out.
+        worst: the block with the ratio `error_bound`.
     """
 
     binades: tuple[int, ...]
@@ -108,17 +109,17 @@ class FoldReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class FoldedWeight(Scaled):
-    """Expert weights as the FP8 GEMMs read them; made by `prepare_mxfp8_weight`.
+    """Expert weights as the FP8 GEMMs read them, with one power of two a row; made by `prepare_mxfp8_weight`.
 
     Instances can be copied and pickled, and pass torch.load(weights_only=True).
 
     Attributes:
-        data: [E, R, C] float8_e4m3fn, contiguous, where C is contracted: [E, N, K] for axis "row", which the forward
-            reads; [E, K, N], transposed, for axis "col", which the data gradient reads, since FP8 wgmma reads along the
-            contraction.
-        scale: [E, R] float8_e8m0fnu, one power of two for each row.
+        data: [E, R, C] float8_e4m3fn, contiguous. C is the dimension over which a GEMM contracts, since FP8 wgmma reads
+            operands along the contraction. Axis "row", for the forward: [E, N, K]. Axis "col", for the data gradient:
+            [E, K, N], transposed.
+        scale: [E, R] float8_e8m0fnu, one power of two for each row of data.
         axis: "row" or "col".
-        report: changes that folding made. None: not measured.
+        report: measurement of the changes that folding made. None: not measured.
 
     Raises:
         ValueError, TypeError: data and scale do not fit together.
@@ -160,7 +161,7 @@ class FoldedWeight(Scaled):
 
 
 class FoldedWeights(NamedTuple):
-    """A weight folded along both axes, for training: `row` for the forward, `col` for the data gradient."""
+    """A weight in two folded copies, for training: `row` for the forward, `col` for the data gradient."""
 
     row: FoldedWeight
     col: FoldedWeight
@@ -180,18 +181,21 @@ def prepare_mxfp8_weight(
 def prepare_mxfp8_weight(
     w: Weight, *, axis: Axes = "row", max_error: float = MAX_ERROR, report: bool = True
 ) -> FoldedWeight | FoldedWeights:
-    """Quantise expert weights to MXFP8 and fold their scales to one power of two for each row.
+    """Quantise expert weights to MXFP8, and fold the scales to one power of two for each row.
 
-    Call this once at load, or after each training step. On a GPU one launch quantises and folds a packed weight along
-    one axis; a list takes a launch for each expert. The report uses torch's operators and takes many times as long.
+    Folding moves the scale of each block of 32 elements into the elements, since Hopper's FP8 MMAs do not support block
+    scales. Call this function once at load, or after each training step. On a GPU one launch quantises and folds a
+    packed weight along one axis; a list takes a launch for each expert. The report uses torch's operators and takes
+    many times as long.
 
     Args:
         w: [E, N, K], or a list of E tensors [N, K]: bfloat16, float16 or float32. Or an MXFP8Tensor [E, N, K] with the
             wanted axis. N and K are multiples of 32.
         axis: the contraction: "row", along K, for y = x w^T; "col", along N, for the data gradient dx = dy w; "both".
         max_error: the largest `FoldReport.error_bound` to accept.
-        report: False: make no report. Then nothing is read back from a GPU, and no weight is refused: a row with a NaN
-            or an Inf has a NaN in its data, or the scale 2^127. Weights on the meta device get no report.
+        report: True: measure the changes, and compare them with max_error. False: make no report. Then nothing is read
+            back from a GPU, and no weight is refused: a row with a NaN or an Inf has a NaN in its data, or the scale
+            2^127. Weights on the meta device get no report.
 
     Returns:
         FoldedWeight on w's device, or FoldedWeights (row, col) for "both".
@@ -223,13 +227,13 @@ def prepare_mxfp8_weight(
 
 
 def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
-    """Convert block "1x32" to "1x128": the same values with one scale for 128 elements, as FP8 GEMMs read activations.
+    """Convert a tensor with block "1x32" to block "1x128", with which FP8 GEMMs read activations.
 
-    The four scales of 128 elements are folded into one, as for a row of a weight. This is exact except for elements
-    below 2^-17.8 of the maximum of the 128 elements. A NaN in one of the four scales makes all four NaN.
+    The four scales of each 128 elements of a row are folded into one scale. Values do not change, except for elements
+    below 2^-17.8 of the maximum of their 128 elements. A NaN in one of the four scales makes all four NaN.
 
     Args:
-        q: a tensor quantised by rows, with plain scales; returned unchanged if its block is "1x128" already.
+        q: a tensor quantised by rows, with plain scales. If its block is "1x128" already, it is returned unchanged.
 
     Raises:
         ValueError: q has another axis or scale layout.
@@ -249,7 +253,7 @@ def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
 
 
 def _pieces(w: Any, axis: str) -> list[Tensor]:
-    """Return the weight as a list of tensors: one [E, N, K] if it is packed, else one [1, N, K] for each expert.
+    """Check a weight, and return it as a list of tensors: one [E, N, K] if it is packed, else E of [1, N, K].
 
     Raises:
         TypeError, ValueError: w is not a weight that can be folded along `axis`.
@@ -292,7 +296,7 @@ def _ships(spec: FoldMxfp8Spec) -> bool:
 
 
 def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
-    """Fold by the kernel. For finite weights the result equals `_fold_by_torch`'s bit for bit."""
+    """Fold by the kernel, into `out`. For finite weights the result equals that of `_fold_by_torch` bit for bit."""
     index, first = out.data.get_device(), 0
     spec = FoldMxfp8Spec(dtype_name(pieces[0].dtype), out.axis, gpus.gpu(index).arch)
     if not _ships(spec):
@@ -310,13 +314,13 @@ def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
 
 
 class _Change(NamedTuple):
-    """Changes that folding made to some rows of an expert.
+    """Changes that folding made to one chunk of rows of one expert.
 
     Attributes:
-        expert: the expert.
-        first_row: the first of the rows.
+        expert: the expert's number.
+        first_row: number of the chunk's first row.
         blocks: number of blocks in a row.
-        numbers: the changes as `_measured` returns them.
+        numbers: the changes as `_measured` returns them, still on the device.
     """
 
     expert: int
@@ -366,15 +370,16 @@ def _fold_by_torch(
 
 
 def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Move the elements of each row to one scale: the least that keeps the row's largest element at 448 or below.
+    """Convert the elements of each row to one scale: the least scale with which no element exceeds 448.
 
     Args:
         blocks: elements [R, blocks, 32], float32.
-        exponents: E8M0 bytes of their scales [R, blocks].
+        exponents: E8M0 bytes of the blocks' scales [R, blocks].
 
     Returns:
-        The elements, exact, since nothing is rounded yet; the scale's byte of each row [R]; and the binades by which
-        each block was moved down [R, blocks].
+        (elements, scales, drops): the elements [R, blocks, 32] for the new scale, exact, since nothing is rounded yet;
+        the E8M0 byte of each row's scale [R]; the binades (powers of two) by which each block was moved down
+        [R, blocks].
     """
     mantissa, power = torch.frexp(blocks.abs().amax(dim=2))
     excess = power - E4M3_MAX_EXPONENT + (mantissa > E4M3_MAX_MANTISSA)
@@ -387,16 +392,17 @@ def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) -> Tensor:
-    """Measure the changes that rounding makes to some rows.
+    """Measure the changes that rounding makes to some rows, for a FoldReport.
 
     Args:
         folded, rounded: [R, blocks, 32], values before and after rounding.
         drop: [R, blocks], binades by which blocks were moved down.
-        is_finite: bool [], all values were finite.
+        is_finite: bool [], True: all values were finite.
 
     Returns:
-        float64, on the device: seven numbers, as `_report` unpacks them, then the numbers of blocks moved by 0, 1, ...
-        binades.
+        float64 on the device, so that all chunks are read back at once. First seven numbers: is_finite, changed
+        elements, nonzero elements, largest row error, largest block error, the place of that block, and its drop. Then
+        the counts of blocks that were moved by 0, 1, ... binades.
     """
     lost = folded - rounded
     is_zero = folded.eq(0).all(dim=2)
@@ -411,7 +417,7 @@ def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) 
 
 
 def _report(changes: list[_Change], max_error: float) -> FoldReport:
-    """Return the report on how much folding changes the weights of all experts.
+    """Combine the changes of all chunks to a FoldReport, and raise FoldError if a change is too large.
 
     Args:
         changes: the measured changes of all chunks of rows.

@@ -1,4 +1,7 @@
-"""Layouts of MXFP8 weights for kernels, one scale for 32 elements or (folded) for a row; rounding of rows to MXFP8."""
+"""Layouts in which kernels read MXFP8 weights, and formats to which GEMMs quantise rows.
+
+Weights: one scale for 32 elements (`Blocks`, `ColumnBlocks`), or one scale a row (`Folded`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from .tensor import MXFP8Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Form):
-    """The layout of an MXFP8Tensor with plain scales: one scale for 32 elements of a row."""
+    """The layout of an MXFP8Tensor that is quantised along rows, with plain scales: one scale for 32 elements."""
 
     name = "mxfp8"
     kind = MXFP8Tensor
@@ -49,7 +52,11 @@ class Blocks(Form):
 
 @dataclasses.dataclass(frozen=True)
 class Folded(Blocks):
-    """The layout of a FoldedWeight: one scale for each row. `axis`: the axis that a GEMM contracts, "row" or "col"."""
+    """The layout of a FoldedWeight (`fold.py`): one scale for each row.
+
+    Attributes:
+        axis: "row": GEMMs contract over K, in forward. "col": GEMMs contract over N, for data gradients.
+    """
 
     classes = (FoldedWeight, MXFP8Tensor)
     ready_as = DATA_DTYPE, 2
@@ -88,9 +95,9 @@ class Folded(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnBlocks(Blocks):
-    """The layout of a weight for data gradients, which contract over N: transposed, [E, K, N].
+    """The layout of a weight for data gradients: transposed, [E, K, N], with one scale for 32 elements along N.
 
-    One scale belongs to 32 elements along N.
+    A data gradient dx = dy w contracts over N.
     """
 
     name = "mxfp8-col"
@@ -106,23 +113,24 @@ FOLDED_ROWS, FOLDED_COLUMNS = map(Folded, AXES)
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The format of rows (of x or the activation) that GEMMs multiply: E4M3 elements with E8M0 scales.
+    """The format to which GEMMs quantise rows of x or of the activation: E4M3 elements with E8M0 scales.
 
-    `block`: a key of `layout.BLOCK_SIZES`, which says how many elements of a row share a scale.
+    Attributes:
+        block: "1x32" or "1x128": 32 or 128 elements of a row share a scale.
     """
 
     block: Block
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return `values` quantised to this format and dequantised again, in float32 or float64."""
+        """Quantise `values` [R, C] to this format and dequantise them again; the result is float32 or float64."""
         data, exponents = quantize_rows(values, BLOCK_SIZES[self.block])
         return dequantized(data, exponents).to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Columns(Rows):
-    """The format of a group's rows in weight gradients: elements of 32 consecutive rows of a column share a scale.
+    """The format of a group's rows in weight gradients, which contract over rows: blocks of 32 lie along columns.
 
-    Blocks are counted from the group's first row.
+    32 consecutive rows of one column share a scale. Blocks are counted from the group's first row.
     """
 
     def rounded(self, values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from .tensor import MXFP8Copies, MXFP8Tensor, check_form
 OP = "quantize_mxfp8"
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Shapes and dtypes of the data and scales of each copy, the row copy before the column copy."""
+"""(shape, dtype) of the data and of the scales of each copy of x, the row copy before the column copy."""
 
 
 @overload
@@ -49,29 +49,29 @@ def quantize_mxfp8(
     scale_layout: ScaleLayout = "plain",
     out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
 ) -> MXFP8Tensor | Sequence[MXFP8Tensor]:
-    """Return x in MXFP8: E4M3 elements with a power of two for each 32 of them along an axis.
+    """Quantise x to MXFP8: E4M3 elements, and a power of two for each 32 elements along an axis.
 
-    One kernel does this, and reads x once. A block's scale is the least power of two not below amax / 448; elements are
-    rounded to nearest even. A NaN makes its block's scale and elements NaN; an Inf makes the scale 2^127, so that the
-    dequantised value is infinite, too.
+    One kernel does this, and reads x once, for both axes too. A block's scale is the least power of two that is not
+    below amax / 448; elements are rounded to nearest even. A NaN makes its block's scale and elements NaN; an Inf makes
+    the scale 2^127, so that the dequantised value is infinite, too.
 
-    With `offs` and a column copy, x is a buffer whose groups begin at multiples of 128 rows: group e is the rows from
-    offs[e-1], rounded up to a multiple of 128, to offs[e]. The rows from there to the next multiple of 128 may hold
-    anything in x: they count as zeros, and are written as zeros, in both copies. Rows of experts without such gaps, as
-    the grouped GEMMs take them, must be moved to such a buffer first.
-
-    With `offs` and only a row copy, groups may begin at any row; offs[-1] is the end of the rows to quantise.
+    Groups, with `offs`:
+      * If only a row copy is made, groups may begin at any row; offs[-1] is the end of the rows to quantise.
+      * If a column copy is made, each group must begin at a multiple of 128 rows of x: group e is the rows from
+        offs[e-1], rounded up to a multiple of 128, to offs[e]. The rows from offs[e] to the next multiple of 128 may
+        hold anything in x: they count as zeros, and are written as zeros, in both copies. Rows of experts without such
+        gaps, as the grouped GEMMs take them, must be moved to such a buffer first.
 
     Args:
-        x: [T, K], bfloat16, float16 or float32; K a multiple of 32. The distance of rows may exceed K.
+        x: [T, K], bfloat16, float16 or float32; K a multiple of 32. The row stride may exceed K.
         axis: the axis along which a block lies: "row" (along K), "col" (along T) or "both" (a copy of each).
-        offs: int32 [E] on x's device, each group's end. Rows after the last group reach no result, and their rows of
-            the result are not written. None: all rows of x are one group.
+        offs: int32 [E] on x's device, each group's end. Rows after the last group do not affect any result, and their
+            rows of the result are not written. None: all rows of x are one group.
         block: "1x32", or "1x128": one scale for 128 elements, written four times.
-        scale_layout: "plain", or "swizzled" in atoms of 128 x 4; see MXFP8Tensor. Scales of an atom outside of the
-            matrix are 0.
-        out: buffers for the result, contiguous: an MXFP8Tensor with this axis, block and layout, or for "both" a pair
-            (row, col) of them. None: new tensors.
+        scale_layout: "plain", or "swizzled" in atoms of 128 x 4; see MXFP8Tensor. Scales of an atom that lie outside of
+            the matrix are 0.
+        out: buffers for the result, contiguous: an MXFP8Tensor with this axis, block and layout; for "both" a pair
+            (row, col) of MXFP8Tensors. None: new tensors.
 
     Returns:
         MXFP8Tensor, or MXFP8Copies (row, col) for "both"; `out` if given. Data is [T, K] for either axis. The last
@@ -176,7 +176,7 @@ class QuantizeMxfp8Call(Call):
         )
 
     def _check_out(self) -> None:
-        """Check that `out`, the tensors of valid MXFP8Tensors, fits x."""
+        """Raise ValueError if the buffers `out` (data and scales of each copy) do not fit x."""
         assert self.out is not None
         for tensor, (shape, _) in zip(self.out, self.shapes(), strict=True):
             if tuple(tensor.shape) != shape:
@@ -187,7 +187,10 @@ class QuantizeMxfp8Call(Call):
                 raise ValueError(f"{self.op}: out has strides {tensor.stride()}; data and scales must be contiguous")
 
     def host_ends(self) -> list[int]:
-        """Return each group's end. For a column copy, raise ValueError if an end lies in the gap before its group."""
+        """Read back each group's end. For a column copy, raise ValueError if a group ends before its begin.
+
+        A group begins at the next multiple of 128 rows after the previous group.
+        """
         ends = super().host_ends()
         for expert, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
             begin = round_up(before, GROUP_ALIGNMENT)
@@ -200,7 +203,7 @@ class QuantizeMxfp8Call(Call):
         return ends
 
     def without_rows(self, problem: Problem) -> tuple[Tensor, ...]:
-        """Return the results for T = 0; nothing is written, since there are no blocks."""
+        """Return the results for T = 0. There are no blocks, so nothing is launched and nothing is written."""
         return tuple(self.new_results(problem))
 
     def result_tensors(self) -> tuple[ResultTensor, ...]:
@@ -215,7 +218,7 @@ class QuantizeMxfp8Call(Call):
 def quantize_to(
     x: Tensor, axis: str, *, offs: Tensor | None, block: str, scale_layout: str, out: list[Tensor] | None
 ) -> Any:
-    """Return data and scales of each copy, the row copy first, as a tuple of tensors."""
+    """Quantise as `quantize_mxfp8` does, but take and return plain tensors: data and scales of each copy, row first."""
     raise NotImplementedError  # `front` writes the body
 
 

@@ -1,7 +1,4 @@
-"""The MXFP8 quantiser in plain torch operators, by the rules of docs/mxfp8.md; kernels must match it to the bit.
-
-torch's amax is NaN if any element of a block is, as in the kernels.
-"""
+"""The MXFP8 quantiser in plain torch operators, by the rules of docs/mxfp8.md; kernels must match it to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +15,12 @@ E4M3_NAN = 0x7F
 
 
 def scale_exponents(amax: Tensor) -> Tensor:
-    """Return E8M0 bytes, uint8, of blocks whose greatest magnitudes are `amax`, float32."""
+    """Return the scales of blocks as E8M0 bytes, uint8.
+
+    Args:
+        amax: the greatest magnitude of each block, float32. NaN if an element is NaN, as torch's amax and the kernels
+            make it.
+    """
     quotient = amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device="cpu")
     bits = quotient.view(torch.int32)
     exponent, mantissa = bits >> F32_MANTISSA_BITS, bits & F32_MANTISSA
@@ -29,7 +31,7 @@ def scale_exponents(amax: Tensor) -> Tensor:
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """Round float32 to E4M3: nearest even, saturating; 0x7F for every NaN."""
+    """Round float32 to E4M3: to nearest even, saturating at 448; every NaN becomes byte 0x7F."""
     rounded = values.clamp(-E4M3_MAX, E4M3_MAX).to(DATA_DTYPE)
     return rounded.view(torch.uint8).masked_fill(values.isnan(), E4M3_NAN).view(DATA_DTYPE)
 
@@ -54,9 +56,12 @@ def dequantized(data: Tensor, exponents: Tensor) -> Tensor:
 
 
 def padded_groups(x: Tensor, ends: list[int]) -> Tensor:
-    """Return x [T, K] up to the last tile of 128 rows that a group reaches into, with rows past a group's end zeroed.
+    """Zero the rows of x [T, K] after a group's end, and drop those after the last tile of 128 rows of the last group.
 
     A group begins at a multiple of 128 rows, so a tile belongs to the first group that ends after the tile's start.
+
+    Args:
+        ends: each group's end.
     """
     last = max(ends, default=0)
     rows = min(x.shape[0], round_up(last, GROUP_ALIGNMENT))
@@ -73,8 +78,7 @@ def quantize(
     """Quantise x, and write the data [T, K] and the scales of one copy.
 
     Args:
-        x: [T, K]. If it is quantised along columns, or if a column copy is also made, it must be `padded_groups`
-            already.
+        x: [T, K]. If a column copy is made, x must be the result of `padded_groups`, for the row copy too.
         axis: "row" or "col".
         size: elements that share a scale, 32 or 128.
         is_swizzled: True: scales are swizzled; False: they are plain.

@@ -14,7 +14,7 @@ OP = "mxfp8_of_square_blocks"
 
 
 def mxfp8_of_square_blocks(data: Tensor, scale: Tensor) -> MXFP8Tensor:
-    """Return weights with 32 x 32 block scales as an MXFP8Tensor of the same values.
+    """Convert weights with one scale for 32 x 32 elements to an MXFP8Tensor of the same values.
 
     Each scale is repeated for its block's 32 rows. DeepSeek-V4.1 ships dense weights with such scales: in its
     configuration `weight_block_size` is [32, 32] and `scale_fmt` is "ue8m0".

@@ -22,13 +22,13 @@ LAYOUT_FIELDS = ("axis", "block", "scale_layout")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MXFP8Tensor(Stored):
-    """A matrix [T, K], or a batch of them, in MXFP8: float8_e4m3fn elements, one E8M0 scale for 32 along an axis.
+    """A matrix [T, K], or a batch of them, in MXFP8: E4M3 elements, one E8M0 scale for each 32 elements along an axis.
 
     The value of an element is its E4M3 number times 2^(scale byte - 127). Leading dimensions, such as E of expert
     weights [E, N, K], count independent matrices.
 
     Attributes:
-        data: [..., T, K] float8_e4m3fn; never transposed, for either axis.
+        data: [..., T, K] float8_e4m3fn; not transposed for axis "col".
         scale: float8_e8m0fnu. Plain: [..., T, ceil(K/32)] by rows, [..., ceil(T/32), K] by columns. Swizzled:
             [..., atoms * 512], atoms of 128 x 4 scales; see `layout.swizzled`.
         axis: the axis along which elements share a scale: "row" (along K) or "col" (along T).
@@ -64,29 +64,30 @@ class MXFP8Tensor(Stored):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values in `dtype`.
 
-        Exact in float32, except that quantising rounds the very largest numbers up to 2^128, which float32 lacks.
+        They are exact in float32, with one exception: quantising can round the very largest numbers up to 2^128, which
+        is above float32's range.
         """
         return self._turned(dequantized(self._turned(self.data), self._scale_bytes())).contiguous().to(dtype)
 
     def plain(self) -> MXFP8Tensor:
-        """Return this tensor with plain scales; itself if they are plain."""
+        """Return this tensor with plain scales: itself if its scales are plain, else a new one with the same data."""
         if self.scale_layout == "plain":
             return self
         scale = self._turned(self._scale_bytes()).contiguous().view(SCALE_DTYPE)
         return self._with(scale=scale, scale_layout="plain")
 
     def swizzled(self) -> MXFP8Tensor:
-        """Return this tensor with swizzled scales; itself if they are swizzled."""
+        """Return this tensor with swizzled scales: itself if its scales are, else a new one with the same data."""
         if self.scale_layout == "swizzled":
             return self
         return self._with(scale=layout.swizzled(self._scale_bytes()).view(SCALE_DTYPE), scale_layout="swizzled")
 
     def _turned(self, matrix: Tensor) -> Tensor:
-        """Return the matrix, transposed if quantised along columns, so that blocks lie along rows; its own inverse."""
+        """Transpose the matrix if this is quantised along columns, so that blocks lie along rows. Its own inverse."""
         return matrix if self.axis == "row" else matrix.mT
 
     def _scale_bytes(self) -> Tensor:
-        """Return the scales as uint8 [..., outer, blocks]: for each line along the quantised axis, a scale a block."""
+        """Return the scales as plain uint8 [..., outer, blocks]; `layout.py` defines these dimensions."""
         scales = self.scale.view(torch.uint8)
         if self.scale_layout == "plain":
             return self._turned(scales)
@@ -94,11 +95,11 @@ class MXFP8Tensor(Stored):
         return layout.unswizzled(scales, *outer_and_blocks(rows, columns, self.axis))
 
     def group(self, index: int, offs: Tensor | Sequence[int]) -> MXFP8Tensor:
-        """Return the rows of one group; views if the scales allow it.
+        """Return the rows of one group as an MXFP8Tensor. Its data and, if the scales allow it, its scales are views.
 
-        If the tensor is quantised by rows, groups follow each other without gaps; if by columns, they begin at
-        multiples of 128 rows (`quantize_mxfp8`). From a tensor by rows with swizzled scales, a group can be cut only
-        if it begins at a multiple of 128 rows, or is empty.
+        Axis "row": groups follow each other without gaps. With swizzled scales, a group can be cut out only if it
+        begins at a multiple of 128 rows, or is empty. Axis "col": groups begin at multiples of 128 rows
+        (`quantize_mxfp8`).
 
         Args:
             index: number of the group.
@@ -146,14 +147,14 @@ class MXFP8Tensor(Stored):
         return (atoms[part] if self.axis == "row" else atoms[:, part]).reshape(-1).view(SCALE_DTYPE)
 
     def __getitem__(self, index: int) -> MXFP8Tensor:
-        """Return a view of one entry of the first leading dimension, such as an expert's matrix of [E, N, K]."""
+        """Return a view of one entry of the first dimension, such as an expert's matrix of [E, N, K]."""
         if self.data.dim() < 3:
             raise IndexError("MXFP8Tensor: a single matrix has no leading dimension to index; see group()")
         return self._with(data=self.data[index], scale=self.scale[index])
 
 
 class MXFP8Copies(NamedTuple):
-    """One matrix quantised along both axes, each copy from the original values."""
+    """One matrix in two copies, quantised along rows and along columns. Both are made from the original values."""
 
     row: MXFP8Tensor
     col: MXFP8Tensor
@@ -163,7 +164,7 @@ torch.serialization.add_safe_globals([MXFP8Copies])
 
 
 def check_form(op: str, axes: Sequence[str], axis: Any, block: Any, scale_layout: Any) -> None:
-    """Raise ValueError for an axis, block or scale layout that does not exist."""
+    """Raise ValueError if `axis` is not in `axes`, or if there is no such block or scale layout."""
     check_choice(op, "axis", axis, axes)
     check_choice(op, "block", block, tuple(BLOCK_SIZES))
     check_choice(op, "scale_layout", scale_layout, layout.SCALE_LAYOUTS)

@@ -1,4 +1,4 @@
-"""The layout of NVFP4 weights for kernels: words of eight elements, E4M3 block scales and global scales."""
+"""The layout in which kernels read NVFP4 weights: words of eight elements, E4M3 block scales and global scales."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .tensor import BLOCK, SCALE_DTYPE, NVFP4Tensor, by_row, check_global_scale
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4(Words):
+    """The layout of a prepared NVFP4Tensor: int32 words, E4M3 block scales, float32 global scales."""
+
     name = "nvfp4"
     kind = NVFP4Tensor
     classes = (NVFP4Tensor,)

@@ -14,11 +14,12 @@ MOST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
 
 
 def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
-    """Return w in NVFP4: E2M1 elements, an E4M3 scale for each 16 along a row, a global scale for each matrix.
+    """Quantise weights to NVFP4: E2M1 elements, an E4M3 scale for each 16 elements of a row, a global scale a matrix.
 
-    A matrix's global scale is amax / (6 * 448), 1 for a matrix of zeros. A block's scale is amax / 6 divided by the
-    global scale, rounded to E4M3 and at least 2^-9; the scale of a block of zeros is 1. Elements are rounded to nearest
-    even. A NaN or an Inf makes its block's scale NaN, so products with that row are NaN; the matrix's amax ignores it.
+    A matrix's global scale is (the matrix's amax) / (6 * 448); 1 for a matrix of zeros. A block's scale is (the block's
+    amax) / 6 / (global scale), rounded to E4M3 and at least 2^-9; 1 for a block of zeros. Elements are rounded to
+    nearest even. A NaN or an Inf makes its block's scale NaN, so products with that row are NaN; the matrix's amax
+    ignores it.
 
     Args:
         w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 32.
@@ -43,7 +44,7 @@ def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
 
 
 def _quantize(matrix: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-    """Quantise matrix [N, K], and write its data, its block scales and its one global scale, global_scale []."""
+    """Quantise a matrix [N, K] into data [N, K/2], scale [N, K/16] and global_scale []."""
     num_rows = len(matrix) if matrix.numel() else 0
     chunks = [slice(first, first + CHUNK_ROWS) for first in range(0, num_rows, CHUNK_ROWS)]
     maxima = [torch.where(matrix[rows].isfinite(), matrix[rows], 0).abs().amax().float() for rows in chunks]

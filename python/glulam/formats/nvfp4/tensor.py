@@ -22,15 +22,15 @@ NAN_BYTE = 0x7F
 class NVFP4Tensor(FourBits):
     """A matrix [N, K], or E of them [E, N, K], in NVFP4.
 
-    The value of an element is its E2M1 number, times the E4M3 scale of its 16 elements along a row, times the global
-    scale.
+    The value of an element is its E2M1 number, times the E4M3 scale of its block of 16 elements of a row, times the
+    global scale.
 
     Attributes:
-        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
+        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half. After `prepare_`:
             [..., N, K/8] int32, words as kernels read them (`formats/words.py`).
         scale: [..., N, K/16] float8_e4m3fn; uint8 is accepted. A scale with its sign bit set, even -0, counts as NaN.
-        global_scale: float32, positive: [], one for all; [E], one for each matrix; or [E, 2], one for the first N/2
-            rows of a matrix and one for the last N/2, as for the halves of a gated w1 in layout "concat".
+        global_scale: float32, positive. []: one for all matrices. [E]: one for each matrix. [E, 2]: for each matrix one
+            for the first N/2 rows and one for the last N/2 rows, the halves of a gated w1 in layout "concat".
 
     Raises:
         ValueError, TypeError: data, scale and global_scale do not fit together, or a global scale is not a positive
@@ -72,7 +72,7 @@ class NVFP4Tensor(FourBits):
 
 
 def check_global_scale(name: str, global_scale: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the global scale's shape is not valid for a weight of this shape."""
+    """Raise ValueError if `global_scale` is not [], [E] or [E, 2], as a weight of this shape may have it."""
     valid: list[tuple[int, ...]] = [()]
     if len(shape) == 3:
         valid += [shape[:1], (shape[0], 2)]
@@ -84,10 +84,7 @@ def check_global_scale(name: str, global_scale: Tensor, shape: tuple[int, ...]) 
 
 
 def by_row(global_scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the global scale reshaped to multiply the rows of a weight of this shape.
-
-    Its shape is [..., N, 1], [E, 1, 1], or [].
-    """
+    """Return the global scale reshaped to broadcast over a weight of this shape: [], [E, 1, 1] or [E, N, 1]."""
     if global_scale.dim() < 2:
         return global_scale if not global_scale.dim() else global_scale[:, None, None]
     return global_scale.repeat_interleave(shape[-2] // 2, dim=1)[:, :, None]
