@@ -1,8 +1,8 @@
-"""Operators whose kernels take tensors by address and all other arguments as numbers: those of hyper-connections
-(`mhc`), of the MoE layer (`layer`), and the gate of `ops.gate`.
+"""Base class of operators whose kernels take only addresses of tensors and numbers: those of hyper-connections (`mhc`),
+of the MoE layer (`layer`), and the gate of `ops.gate`.
 
-Public functions, plans and launches are generated as for every operator (`front`, `launch`, `call`). Here the
-annotation of a parameter, not its name, tells what the argument is: "Tensor", "Tensor | None" or a number.
+Public functions, plans and launches are generated as for every operator (`front`, `launch`, `call`). The difference:
+here the annotation of a parameter ("Tensor", "Tensor | None" or a number), not its name, tells what the argument is.
 """
 
 from __future__ import annotations
@@ -40,29 +40,30 @@ from .launch import OWN_NAMES, LaunchShape, Plan, ResultTensor, code_of
 MAX_TOKENS = 2**27
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_MULTIPLE = 8
-"""Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
-would take several times as long, so users pad the width instead."""
+"""Widths must be multiples of this. Kernels move 16 bytes at a time, so another width would misalign rows. Reading
+element by element would take several times as long; users pad the width instead."""
 
 IS_OPTIONAL = {"Tensor": False, "Tensor | None": True}
-"""By annotation of a tensor parameter: True if the tensor may be None."""
+"""The annotations of tensor parameters. True: the tensor may be None."""
 
 _SCHEMA_TYPES = {"Numbers": "float[]"}
-"""By annotation, the type in torch's schemas, for annotations that the schemas spell differently."""
+"""Annotations that torch's schemas spell differently, each with the type in schemas."""
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
 """A result's shape and dtype."""
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the scratch memory that the kernel takes: {"workspace": float32 [1, size]}, or {} if the call's size
-    "workspace" (`AddressedCall`) is 0.
+    """Return the kernel's scratch memory: {"workspace": float32 [1, size]}; {} if it needs none.
+
+    The size is the value "workspace" of the call's definition (`AddressedCall`).
     """
     size = call.own_sizes.get("workspace", 0)
     return {"workspace": ((1, size), torch.float32)} if size else {}
 
 
 def _prologue(call: Any, problem: Problem) -> PrologueStep:
-    """Return a step that gives the kernel torch's current stream, and the address 0 for each absent tensor."""
+    """Return a launch step that passes torch's current stream to the kernel, and address 0 for each absent tensor."""
     absent = [name for name in call.reads if getattr(call, name) is None]
     if not call.own_sizes.get("workspace"):
         absent.append("workspace")
@@ -70,11 +71,11 @@ def _prologue(call: Any, problem: Problem) -> PrologueStep:
 
 
 class SingleFunction(kernels.Fixed):
-    """A kernel's function, which serves any number of rows, and the launches that were generated for it.
+    """One kernel function that serves any number of rows, and the launches that were generated for it.
 
     Attributes:
-        launches: (LaunchShape, its compiled code), by (number of token dimensions of the leading argument, True if the
-            launch takes scratch memory).
+        launches: generated launches, (LaunchShape, its compiled code). The key is (number of token dimensions of the
+            leading argument, True if the launch takes scratch memory).
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -83,26 +84,27 @@ class SingleFunction(kernels.Fixed):
 
 
 class AddressedCall(Call):
-    """A call of an operator that is computed by one kernel, or one chain of kernels, and on the CPU by a reference.
+    """A call of an operator with one kernel, or one chain of kernels, that takes only addresses and numbers.
 
-    A subclass defines checks of its tensors and options (`check_inputs`), its results (`likes`), the CPU's reference
-    (`on_cpu`), and in its `definition` the kernel arguments besides addresses and numeric options. There, the size
-    named "workspace" is the number of float32 elements of scratch memory.
+    On the CPU a reference computes it. A subclass defines checks of its tensors and options (`check_inputs`), shapes
+    and dtypes of its results (`likes`), the CPU's reference (`on_cpu`), the kernel's `spec`, and in its `definition`
+    the kernel arguments other than addresses and numeric options. The definition's value "workspace" is the number of
+    float32 elements of scratch memory.
 
     Attributes:
-        family, kernel: the spec's family and kernel, which also make the name of torch's operator.
-        leads: the argument that determines dtype, device and number of tokens.
-        trailing: the number of the leading argument's last dimensions that are not dimensions of tokens.
-        shared: names of tensors without the dimensions of tokens; all others have them.
-        returns: the kernel's names of its results; parameters with these names are buffers for them.
+        family, kernel: the spec's family and kernel; together they also are the name of torch's operator.
+        leads: the "leading" argument, which determines dtype, device and number of tokens.
+        trailing: how many of the leading argument's last dimensions are not dimensions of tokens: 2 if x is
+            [..., n, C].
+        shared: names of tensors without the dimensions of tokens; all other tensors have them.
+        returns: the kernel's names of its results. A parameter with such a name is a buffer for the result.
         unaligned: names of inputs whose addresses need not be multiples of 16 bytes.
         saves: names of inputs and results that backward needs.
         integers: names of integer results, which have no gradient.
-        when_recorded: by option name, the value that replaces the call's value if a gradient is recorded.
+        when_recorded: values of options that replace the call's values if a gradient is recorded, by option name.
         on_cpu: the reference, a function of the inputs and options. It does not take options named "of_...", which are
             flags that request results.
-        numeric: by name of an option that kernels may take as a number, the number's type: int (also for a bool) or
-            float.
+        numeric: options that kernels may take as a number, each with the number's type: int (also for a bool) or float.
     """
 
     family: ClassVar[str]
@@ -122,25 +124,24 @@ class AddressedCall(Call):
     has_torch_out = False
 
     def check_inputs(self) -> None:
-        """Check the arguments. Raises ValueError or TypeError.
+        """Check the arguments; raise ValueError or TypeError. By default nothing is checked.
 
-        Most backward operators check nothing, since only `backward` methods call them.
+        Most backward operators need no checks, since only `backward` methods call them.
         """
 
     def likes(self) -> Sequence[Like | None]:
-        """Return the shape and dtype of each result. By default, a result named d_x has the shape and dtype of the
-        input x.
-        """
+        """Return (shape, dtype) of each result. By default a result d_x, a gradient, is like the input x."""
         return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
     def wanted(self) -> tuple[bool, ...]:
-        """Return for each result True if it is wanted. A result `d_x` or `x` is not wanted if the call has an option
-        `of_x` that is False.
+        """Return, for each result, True if the caller wants it.
+
+        A result `d_x` or `x` is not wanted if the call has an option `of_x`, and this option is False.
         """
         return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
     def compute(self) -> Any:
-        """Compute the call with the CPU reference; return all results, of which the unwanted ones may be None."""
+        """Compute the call with the CPU reference; return all results. Results that are not wanted may be None."""
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
@@ -159,20 +160,24 @@ class AddressedCall(Call):
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
-        """Return the gradients of the first inputs, in their order; the inputs after them have none.
+        """Compute the gradients of the inputs, in their order. Inputs after the last returned gradient get None.
 
         Args:
             saved: the tensors that `saves` lists.
             options: the call's options, in their order.
-            needed: for each input, whether it needs a gradient.
-            gradients: the gradients of what `recorded` returns, in a layout that kernels take; None for a result
-                without one.
+            needed: for each input, True if it needs a gradient.
+            gradients: the gradients of the tensors that `recorded` returns, in a layout that kernels take; None for a
+                result whose gradient is zero.
         """
         raise NotImplementedError
 
     @classmethod
     def declare(cls, parameters: Any) -> None:
-        """Set the class's lists of argument names from the annotations of `parameters` (inspect.Parameters by name)."""
+        """Set the class's lists of argument names (see `Arguments`) from the annotations of the parameters.
+
+        Args:
+            parameters: inspect.Parameter objects by name.
+        """
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
         tensors = [name for name, of in annotations.items() if of in IS_OPTIONAL]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
@@ -211,9 +216,7 @@ class AddressedCall(Call):
         return Problem(self.op, dtype_name(self.lead.dtype), self.num_rows, 0, self.lead.shape[-1])
 
     def check_buffers(self) -> None:
-        """Check that buffers which the caller gave have the shapes and dtypes of the results. Raises ValueError or
-        TypeError.
-        """
+        """Raise ValueError or TypeError if a given buffer does not have the shape and dtype of its result."""
         given = self._buffers()
         likes: Any = self.likes() if given else ()
         for place, buffer in given:
@@ -227,7 +230,7 @@ class AddressedCall(Call):
                 )
 
     def _made_likes(self) -> list[Like | None]:
-        """Return the shape and dtype of each result; None for results that are not wanted."""
+        """Return (shape, dtype) of each result; None for results that are not wanted."""
         return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]
 
     def returned_results(self) -> list[tuple[str, bool]]:
@@ -240,12 +243,12 @@ class AddressedCall(Call):
         return results
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
-        """Return (index of the result, buffer) for each given buffer."""
+        """Return (index of the result, buffer) for each buffer that the caller gave."""
         given = [getattr(self, name) if name in self.outputs else None for name in self.returns]
         return [(place, buffer) for place, buffer in enumerate(given) if buffer is not None]
 
     def without_rows(self, problem: Problem) -> Any:
-        """Return the results for zero tokens, filled with zeros, because a sum over no tokens is zero."""
+        """Return the results for zero tokens. They are filled with zeros, because a sum over no tokens is zero."""
         return self.returned([None if one is None else one.zero_() for one in self.new_results(problem)])
 
     def reference(self, problem: Problem) -> Any:
@@ -264,14 +267,14 @@ class AddressedCall(Call):
     # Launches:
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> SingleFunction:
-        """Return a `SingleFunction`: one function of a kernel serves any number of rows."""
+        """Return the kernel's function as a `SingleFunction`, which serves any number of rows."""
         return SingleFunction(self.spec(gpu.arch))
 
     def result_tensors(self) -> tuple[ResultTensor, ...]:
-        """Return a `ResultTensor` for each result.
+        """Return a `ResultTensor` (how a launch allocates a result) for each result.
 
-        Each size of a result is a separate constant (`<name>_0`, ...): torch's new_empty takes 0.4 us less for separate
-        numbers than for a tuple.
+        Each size of a result is a separate constant of the launch (`<name>_0`, ...): torch's new_empty takes 0.4 us
+        less for separate numbers than for a tuple.
         """
         makes = []
         for name, like in zip(self.returns, self._made_likes(), strict=True):
@@ -297,15 +300,15 @@ class AddressedCall(Call):
 
     @functools.cached_property
     def own_sizes(self) -> dict[str, Any]:
-        """Values by name that the definition's `of_rows` functions return for this call; computed once."""
+        """The values that the definition's `of_rows` functions return for this call, by name; computed once."""
         return super().of_rows()
 
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return (LaunchShape, its compiled code) of a launch like plan `like`'s, for this call's number of rows.
+        """Return (LaunchShape, its compiled code) for this call, given the plan `like` of a call with other row counts.
 
-        The LaunchShape may differ from the one of `like`: the number of rows decides whether the kernel takes scratch
+        The LaunchShape may differ from that of `like`: the number of rows decides whether the kernel takes scratch
         memory, and the leading argument may have another number of token dimensions.
         """
         key, launches = (constants["rank"], bool(constants["memory"])), like.serving.launches
@@ -319,7 +322,7 @@ class AddressedCall(Call):
 
     @staticmethod
     def with_backward(call: Any, key: Hashable = None) -> Any:
-        """Return the result of a call in which an argument requires a gradient, and record the call's backward.
+        """Compute a call in which an argument requires a gradient, record its backward, and return the result.
 
         Args:
             call: the call.
@@ -341,14 +344,14 @@ class AddressedCall(Call):
 
 
 class GradientPlan:
-    """The plan of calls whose gradient is recorded. It runs the `Plan` of the same call without gradient.
+    """The kept plan of calls whose gradient is recorded: an autograd function around the `Plan` without gradient.
 
     Attributes:
         kind: class of the calls.
         options: the calls' options.
         count: number of inputs.
-        launch: `run` of that `Plan`. None: it was not found yet.
-        invariant: the calls must be batch-invariant.
+        launch: the method `run` of the `Plan` of the same call without gradient. None: that plan is not found yet.
+        invariant: True: the calls must be batch-invariant.
     """
 
     def __init__(self, kind: type[AddressedCall], options: list[Any], invariant: bool) -> None:
@@ -358,12 +361,21 @@ class GradientPlan:
         self.invariant = invariant
 
     def run(self, *tensors: Any) -> Any:
-        """Return the call's differentiable result. `tensors`: the inputs, then None for each output buffer."""
+        """Compute the call, and return its differentiable result.
+
+        Args:
+            tensors: the inputs, then None for each output buffer.
+        """
         return AddressedFunction.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
 
     def compute(self, tensors: tuple[Any, ...]) -> Any:
-        """Compute and return the results without recording a gradient: by the kept `Plan` of the operator, and until
-        there is one by the operator's public function. `tensors`: the inputs.
+        """Compute the results without recording a gradient.
+
+        The first call goes through the operator's public function, which makes the `Plan` without gradient; later calls
+        run this plan directly.
+
+        Args:
+            tensors: the inputs.
         """
         if self.launch is not None:
             return self.launch(*tensors)
@@ -379,7 +391,7 @@ class GradientPlan:
 
 
 class AddressedFunction(torch.autograd.Function):
-    """The autograd function of all differentiable operators with addressed kernels."""
+    """The autograd function of all differentiable operators of this module: `AddressedCall` subclasses."""
 
     @staticmethod
     def forward(ctx: Any, plan: GradientPlan, *tensors: Any) -> Any:
@@ -406,22 +418,21 @@ class AddressedFunction(torch.autograd.Function):
 
 
 def like(tensor: Tensor | None) -> Like | None:
-    """Return a tensor's shape and dtype; None for None."""
+    """Return (shape, dtype) of a tensor; None for None."""
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def forms(*params: Tensor | None) -> int:
-    """Return one integer, a kernel argument, that tells the dtypes of parameters.
+    """Encode the dtypes of parameters in one integer, a kernel argument.
 
-    Each parameter has two bits, the first parameter the lowest ones. They hold the dtype's number in PARAM_FORMS; 0 for
-    None.
+    Parameter i has the two bits 2i and 2i + 1. They hold the dtype's number in PARAM_FORMS; 0 for None.
     """
     codes = (0 if p is None else PARAM_FORMS[dtype_name(p.dtype)] for p in params)
     return sum(code << 2 * place for place, code in enumerate(codes))
 
 
 def check_dtype(op: str, name: str, tensor: Tensor) -> None:
-    """Check that a tensor has a dtype that kernels take; on the CPU float64 is also allowed. Raises TypeError."""
+    """Raise TypeError unless a tensor has a dtype that kernels support; on the CPU float64 is also allowed."""
     valid = DTYPES if runs_kernels(tensor) else (*DTYPES, torch.float64)
     if tensor.dtype not in valid:
         raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
@@ -445,8 +456,9 @@ def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Ten
 
 
 def check_vectors(op: str, name: str, letter: str, tensor: Tensor) -> None:
-    """Check the size of a tensor's last dimension: at least 1, and on a GPU a multiple of 8, since kernels read vectors
-    of 16 bytes. Raises ValueError.
+    """Raise ValueError unless a tensor's last dimension is at least 1 and, on a GPU, a multiple of 8.
+
+    Kernels read vectors of 16 bytes.
 
     Args:
         op, name: the operator and the argument, for errors.

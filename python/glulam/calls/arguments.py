@@ -43,36 +43,37 @@ _OF_PROBLEMS = ("activation", "glu_layout", "transpose_w", "world_experts")
 class Arguments:
     """The arguments of one call of an operator, as attributes with the names of the operator's parameters.
 
-    T is the number of rows that the call computes, which the groups divide. If indices (`rows`) are given, there are T
-    indices, and the matrix whose rows they select may have any number of rows.
+    T is the number of rows that the call computes; groups are ranges of these rows. If indices (`rows`) are given,
+    there are T indices, and the matrix whose rows they select may have any number of rows.
 
     Attributes:
         op: the operator's name.
-        leads: the argument that determines dtype and device of the others, and T unless `rows` is given.
-        after_groups: a phrase for the warning that groups do not fill T, saying what happens to rows after the last
-            group. Empty: no warning.
-        takes_keywords: the operator's function takes the activation's numbers (limit, alpha, ...) as separate
-            keywords, of which the call has one tuple, `numbers`.
+        leads: the "leading" argument, usually x. It determines dtype and device of the others, and T unless `rows` is
+            given.
+        after_groups: text for the warning that groups do not fill T: what happens to rows after the last group. Empty:
+            no warning.
+        takes_keywords: True: the operator's function has a keyword for each of the activation's numbers (limit, alpha,
+            ...), which the call holds as one tuple, `numbers`.
         outputs: names of arguments that are written.
         gradients: names in `outputs` that are gradients of weights: packed [E, ...] or a list of E tensors.
-        labels: by argument, the name in errors if it differs.
+        labels: names in errors, by argument, where they differ from the argument's name.
         torch_op: the name of torch's operator.
         names: the operator's parameters.
         options: the parameters that are not tensors.
         flags: the options that are True or False.
         given: the tensor parameters, in the order in which they appear in a plan's key.
         optional: the tensor parameters that may be None.
-        reads: the tensor parameters that are read, in order; group sizes as "groups".
+        reads: the tensor parameters that are read, in order; offs and splits count as one, "groups".
         matrices, weights, biases: the tensors in `reads` with these roles (`roles.Kind`); `matrices` also has the
             outputs, unless they are gradients of weights.
         scales: the other tensors in `reads`, except group sizes: a number for each row, parts of quantised weights,
-            masks, maps, and a layer's tensors of tokens.
-        of_tokens: of a layer: `rows` and the tensors that have a row for each token. Empty for other operators.
+            masks, maps, and the MoE layer's tensors of tokens.
+        of_tokens: for the MoE layer, `rows` and the tensors that have a row for each token. Empty for other operators.
         per_row: the tensors that have a dimension of T rows.
         gathered: the tensors that may have any number of rows if `rows` is given: the leading argument and its scale,
-            and of a layer also `out` and the tensors of tokens.
-        plans: the operator's kept plans.
-        invariant: the call must be batch-invariant (`host.invariance`).
+            and for the MoE layer also `out` and the tensors of tokens.
+        plans: the operator's kept plans (launches for calls of equal metadata, see `launch`).
+        invariant: True: the call must be batch-invariant (`host.invariance`).
     """
 
     op: ClassVar[str]
@@ -113,7 +114,7 @@ class Arguments:
 
     @classmethod
     def declare(cls, parameters: Iterable[str]) -> None:
-        """Derive the class's lists of arguments from the operator's parameters."""
+        """Set the class's lists of argument names from the operator's parameters, by the roles of `roles.ROLES`."""
         cls._declare_names(parameters)
         roles = roles_of(cls.op, cls.names)
 
@@ -147,9 +148,9 @@ class Arguments:
 
     @classmethod
     def parts_of(cls, name: str) -> tuple[str, ...]:
-        """Return the names of the arguments that together hold weight `name`, such as ("w1", "w1_scale").
+        """Return the names of the arguments that together hold the weight `name`, such as ("w1", "w1_scale").
 
-        The first holds the elements; calls with quantised weights have others for scales and the global scale.
+        The first argument holds the elements. Only calls with quantised weights have more: scales and global scale.
         """
         return tuple(name + suffix for suffix in SUFFIXES if name + suffix in cls.given)
 
@@ -164,7 +165,8 @@ class Arguments:
             dtypes: the allowed dtypes. None: see `check_x`.
 
         Returns:
-            The leading argument's columns; a matrix of T rows with which `check_rows_like` compares others.
+            (number of columns of the leading argument, a matrix of T rows with which `check_rows_like` compares other
+            arguments).
         """
         name, lead = self.leads, self.lead
         _, columns = check_x(self.op, lead, dtypes)
@@ -184,9 +186,9 @@ class Arguments:
 
         Args:
             experts: E.
-            counted: the argument that has E experts, for errors.
+            counted: name of the argument from which E was read, for errors.
             like: a matrix of T rows, see `check_lead`.
-            widths: by the name of each bias, the number of its columns.
+            widths: the number of columns of each bias, by its name.
         """
         self.check_sizes(experts, counted)
         for name, width in widths.items():
@@ -201,7 +203,7 @@ class Arguments:
             check_rows_like(self.op, "out", self.out, like, width, "that is the result's shape")
 
     def check_sizes(self, experts: int, counted: str) -> None:
-        """Check group sizes for `experts` groups. `counted`: the argument that has E experts, for errors."""
+        """Check that offs or splits has `experts` groups. `counted`: the argument from which E was read, for errors."""
         check_groups(self.op, self.offs, self.splits, self.lead, experts, counted, self.labels.get("offs", "offs"))
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
@@ -210,7 +212,8 @@ class Arguments:
         Args:
             experts: E.
             in_features: see `Problem`.
-            fields: further fields; they may replace the operator, the leading argument's dtype and the options.
+            fields: more fields of the Problem. They replace the operator, the dtype and the options that this method
+                takes from the call.
         """
         values: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
         values.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
@@ -223,7 +226,7 @@ class Arguments:
 
     @property
     def lead(self) -> Tensor:
-        """The argument that determines dtype and device of the others, and T unless `rows` is given."""
+        """The tensor of the leading argument (`leads`)."""
         lead: Tensor = getattr(self, self.leads)
         return lead
 
@@ -239,12 +242,12 @@ class Arguments:
 
     @property
     def may_read_fewer(self) -> bool:
-        """True if the leading argument may have fewer rows than T, even one."""
+        """True if the leading argument may have fewer rows than T, even a single row, because `rows` is given."""
         return self.indices is not None
 
     @property
     def gathered_places(self) -> tuple[int, ...]:
-        """Indices of the gathered tensors, from which `rows` selects, among the tensor arguments that are not None.
+        """Positions of the gathered tensors (`gathered`) in the list of tensor arguments that are not None.
 
         () if the call has no `rows`.
         """
@@ -260,7 +263,7 @@ class Arguments:
 
     @property
     def lead_sizes(self) -> tuple[int, ...]:
-        """The sizes of the dimensions that count rows: here (T,); subclasses may have several such dimensions."""
+        """The sizes of the dimensions that count rows: here (T,). Subclasses may have several dimensions of tokens."""
         return (self.num_rows,)
 
     @property
@@ -273,15 +276,16 @@ class Arguments:
         return {name: getattr(self, name) for name in self.names}
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments as keywords of the operator's function."""
+        """Return the arguments as keyword arguments for the operator's function, `numbers` as separate keywords."""
         arguments = self.arguments()
         if self.takes_keywords:
             arguments.update(named_numbers(arguments.pop("numbers")))
         return arguments
 
     def key(self) -> Hashable:
-        """Return the key of the call's plan, equal to the key that the operator's generated function looks up
-        (`Plans.look_up`).
+        """Return the key of the call's plan: metadata of all tensors, and options.
+
+        It equals the key that the operator's generated function (`front`) makes in `Plans.look_up`.
         """
         return (marked(self._options(), self.invariant), *[described(getattr(self, name)) for name in self._present()])
 
@@ -294,7 +298,7 @@ class Arguments:
         )
 
     def check_after_failure(self) -> None:
-        """Check everything after a launch failed, to raise an error that names the argument at fault.
+        """After a failed launch: make all checks again, to raise an error that names the argument at fault.
 
         Raises:
             ValueError, TypeError: an argument is the cause.
@@ -310,23 +314,24 @@ class Arguments:
             )
 
     def refuse_gradients(self) -> None:
-        """Raise GradientNotSupported if an argument requires a gradient; called for operators that have no backward."""
+        """Raise GradientNotSupported if an argument requires a gradient. For operators that have no backward."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *self.outputs)
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
     def is_traced(self) -> bool:
-        """Return True if torch's dispatcher must run the call.
+        """Return True if the call must go through torch's dispatcher as a torch operator.
 
-        That is so if the leading tensor is a meta tensor, if any tensor is of a subclass, or under a dispatch mode or
-        torch.jit.trace (`device.is_watched`).
+        That is so if the leading tensor is a meta or fake tensor, if any tensor is of a subclass of Tensor, or under a
+        dispatch mode or torch.jit.trace (`device.is_watched`).
         """
         given = (*self.tensors(), *self.written())
         others = any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given)
         return others or gpus.is_traced(self.lead) or gpus.is_watched()
 
     def check_plain(self) -> None:
-        """Check that each tensor's memory holds its values (`memory.check_plain`), and that no output requires a
-        gradient.
+        """Check that kernels may read and write all tensors.
+
+        Each tensor's memory must hold its values (`memory.check_plain`), and no output may require a gradient.
         """
         written = self.written()
         for label, tensor in (*self.tensors(), *written):
@@ -347,34 +352,38 @@ class Arguments:
                     check_no_overlap(self.op, out_label, out, label, tensor)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return (name in errors, tensor) for each input tensor; a list gives one entry for each of its tensors."""
+        """Return (name in errors, tensor) for each input tensor. A list of experts gives one entry for each tensor."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
         read = (name for name in names if name not in self.outputs)
         return [pair for name in read for pair in tensors_of(self.labels.get(name, name), getattr(self, name, None))]
 
     def written(self) -> list[tuple[str, Tensor]]:
-        """Return (name in errors, tensor) for each given output tensor; a list gives one entry for each tensor."""
+        """Return (name in errors, tensor) for each given output. A list of experts gives one entry for each tensor."""
         return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
 
     def host_ends(self) -> list[int]:
-        """Return the end row of each group; waits for sizes on the device. Raises ValueError if they are wrong."""
+        """Return the end row of each group as Python integers, waiting for sizes that are on the device.
+
+        Raises:
+            ValueError: the sizes are wrong.
+        """
         return groups.ends(self.op, self.offs, self.splits, self.num_rows)
 
     def _present(self) -> list[str]:
-        """Return the names of the tensors of `given` that are not None."""
+        """Return the names of the tensor arguments (`given`) that are not None in this call."""
         return [name for name in self.given if getattr(self, name) is not None]
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the bytes that each of these arguments spans, for `memory.check_unseen`; 0 for a list or None."""
+        """Return the bytes that each of these arguments spans, for `memory.check_unseen`; 0 for lists and None."""
         return tuple(extent_of(getattr(self, name, None)) for name in names)
 
     def _out_extents(self) -> tuple[int, ...]:
-        """Return the bytes that each given output spans; a list gives one number for each of its tensors."""
+        """Return the bytes that each given output spans. A list gives one number for each of its tensors."""
         values = [getattr(self, name) for name in self.outputs]
         parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         return tuple([extent_of(one) for part in parts for one in part if one is not None])
 
 
 def extent_of(value: Any) -> int:
-    """Return the bytes that a tensor spans; 0 for None and for lists."""
+    """Return the bytes that a tensor spans (`memory.extent`); 0 for None and for lists."""
     return extent(value) if isinstance(value, Tensor) else 0

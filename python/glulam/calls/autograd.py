@@ -15,16 +15,16 @@ from .checks import ALIGNMENT_BYTES, LOWEST_ADDRESS, check_plain, tensors_of
 
 
 def as_result(buffer: Tensor) -> Tensor:
-    """Return a tensor that autograd can track as a result, with the memory of `buffer`, which a kernel has written.
+    """Return a new tensor with the memory of `buffer`, which autograd can track as the result of a function.
 
-    Both share a version counter, in which this function records the kernel's write.
+    A kernel has written the buffer. Both tensors share a version counter, and this function records the write there.
     """
     torch.autograd.graph.increment_version(buffer)
     return buffer.detach()
 
 
 def taken(ctx: Any) -> tuple[Any, ...]:
-    """Return the tensors that forward saved, and drop autograd's references to them unless the graph is kept."""
+    """Return the tensors that forward saved; unless the graph is retained, drop autograd's references to them."""
     saved: tuple[Any, ...] = ctx.saved_tensors
     if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # not every kind of context has it
         clear()
@@ -32,7 +32,12 @@ def taken(ctx: Any) -> tuple[Any, ...]:
 
 
 def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raise ValueError if the storage of a saved tensor was freed after forward. `labels`: names used in errors."""
+    """Raise ValueError if the storage of a saved tensor was freed after forward, as FSDP does.
+
+    Args:
+        saved: saved tensors, or lists of tensors, by name.
+        labels: names in errors, where they differ.
+    """
     for name, value in saved.items():
         for label, tensor in tensors_of(labels.get(name, name), value):
             if not gpus.is_traced(tensor) and tensor.numel() and tensor.data_ptr() < LOWEST_ADDRESS:
@@ -40,7 +45,7 @@ def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) ->
 
 
 def usable(dy: Tensor) -> Tensor:
-    """Return an incoming gradient that kernels can read: `dy`, or a copy if it is expanded, lazy or misaligned."""
+    """Return the incoming gradient `dy`, or a copy that kernels can read if `dy` is expanded, lazy or misaligned."""
     if not gpus.is_traced(dy):
         dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
@@ -51,7 +56,7 @@ def usable(dy: Tensor) -> Tensor:
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which grad mode is off; in a backward it is off already unless create_graph=True."""
+    """Return a context in which grad mode is off. In a backward only create_graph=True leaves it on."""
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
@@ -72,8 +77,9 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return gradients with the same values; under create_graph=True, differentiating them raises
-    GradientNotSupported.
+    """Make gradients raise GradientNotSupported if they are differentiated again; return them.
+
+    This matters only under create_graph=True. Values do not change.
     """
     if not torch.is_grad_enabled():
         return tuple(gradients)

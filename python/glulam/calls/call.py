@@ -1,7 +1,7 @@
-"""Calls that no kept plan serves: route them, check them, make their plan, run it.
+"""Class `Call`: the slow path of an operator, for calls without a kept plan. It checks them, makes a plan, and runs it.
 
-A plan is a launch that serves all calls of equal metadata. If a call has a plan, the operator's generated function
-(`front`) runs it without this module.
+A plan (`launch.Plan`) is a launch that serves all calls of equal metadata. If a call's plan is kept, the operator's
+generated function (`front`) runs it without this module.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ ENV_CHECK = "GLULAM_CHECK"
 def checking() -> bool:
     """Return True if group sizes must be read back and checked ($GLULAM_CHECK).
 
-    This is asked whenever a plan would be made; calls that are checked get no kept plan, so each of them is checked.
+    The variable is read whenever a plan would be made. With it no plan is kept, so that every call gets here and is
+    checked.
     """
     return os.environ.get(ENV_CHECK, "0") not in ("", "0")
 
 
 class Call(PlanMaker):
-    """A call of an operator.
+    """One call of an operator: its arguments, and methods that check, compute and differentiate it.
 
-    A subclass checks the arguments (`check`) and has a `definition`. The rest is derived from the operator's parameters
-    (`declare`).
+    Each operator has a subclass, which checks the arguments (`check`) and has a `definition`. The rest is derived from
+    the operator's parameters (`declare`).
 
     Attributes:
         explains: True if `glulam.explain` accepts this operator.
-        public: the function that users call, if it is not the operator itself.
+        public: the function that users call. Unset (None): it is the operator itself.
         tabled: names of weights that may be lists of experts' tensors, which kernels find by a table of addresses.
             None: all weights.
         differentiable: True if the operator has a gradient.
         beside_weights: names of arguments that hold a quantised weight's scales and global scale.
-        tokens: for a layer, the functions that turn tokens into rows and rows into tokens
+        tokens: for the MoE layer, the functions that turn tokens into rows and rows into tokens
             (`backward.data_path.TokenFunctions`).
-        operator: the operator's function.
+        operator: the operator's generated function.
         quantized: class of the operator's calls with quantised arguments. None: there are none.
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
             module.
-        torch_types: by argument, its type in torch's schema if that differs from its role's.
-        fixed_without_out: by name, the values of arguments that the torch operator without `out` does not take.
-        fixed_with_out: by name, the values of arguments that the torch operator with `out` does not take.
+        torch_types: an argument's type in torch's schema, by name, where it differs from the type of its role.
+        fixed_without_out: values of arguments, by name, that the torch operator without `out` does not take.
+        fixed_with_out: values of arguments, by name, that the torch operator with `out` does not take.
         is_torch_op: True if the operator is registered with torch.
-        has_torch_out: there are torch operators that write a buffer.
+        has_torch_out: True if there are torch operators that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.
     """
 
@@ -85,7 +86,7 @@ class Call(PlanMaker):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments as a dict, made from the public function's arguments.
+        """Convert the public function's arguments to the arguments of a call of this class, by name.
 
         Args:
             public: the public function's arguments by name; may be modified. Shapes may stand for tensors.
@@ -93,13 +94,14 @@ class Call(PlanMaker):
         return public
 
     def served_splits(self) -> tuple[sharding.Split, ...]:
-        """Return the ways in which a dimension of a device mesh may split the call's DTensors, besides replicating
-        them.
+        """Return the ways (`sharding.Split`) in which one dimension of a device mesh may split the call's DTensors.
+
+        Replicating all of them is always possible, and not listed.
         """
         return ()
 
     def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
-        """Return the kernel that serves this call on an architecture, and the reason.
+        """Choose the kernel that serves this call on an architecture; return it with the reason.
 
         Args:
             problem: the call's problem.
@@ -123,8 +125,8 @@ class Call(PlanMaker):
     def without_rows(self, problem: Problem) -> Any:
         """Return the result of a call with T = 0 rows, computed without a kernel.
 
-        NotImplemented, the default: the caller launches the kernel as usual. Calls override this method if a kernel
-        that gets no rows would leave its result unwritten.
+        Subclasses override this method if a kernel with no rows would leave its result unwritten. By default it returns
+        NotImplemented: the kernel is launched as usual.
         """
         return NotImplemented
 
@@ -133,12 +135,12 @@ class Call(PlanMaker):
         return type(self).operator(**self.keywords())
 
     def handle_miss(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Return the result of a call for which the operator's generated function (`front`) found no plan.
+        """Compute a call for which the operator's generated function (`front`) found no plan, and return its result.
 
         Args:
-            key: the key under which the call's plan will be kept. None: the call has no plan, for example in a trace.
-            replacements: by argument name, values to use instead of the caller's arguments: an `ExpertList` for a list
-                whose table of addresses is kept, and the tensors of a weight that is prepared for its recipe. An
+            key: the key under which the call's plan will be kept. None: the call can have no plan, as in a trace.
+            replacements: values to use instead of the caller's arguments, by name: an `ExpertList` for a list whose
+                table of addresses is kept already, and the prepared tensors of a weight (`formats.prepared`). An
                 argument that needs no replacement may be listed with its own value.
         """
         if key is not None:  # another thread may have changed the setting since the key was made
@@ -157,11 +159,11 @@ class Call(PlanMaker):
         return self.run_without_gradient(key, replacements)
 
     def may_be_unfound(self) -> bool:
-        """Find out why the look-up of this call's plan raised an exception, and return True if the call can go on.
+        """After the look-up of this call's plan raised an exception: return True if the call can go on without a plan.
 
-        That is so if the call cannot have a plan: it is traced, so that its tensors have no addresses, or its group
-        sizes are a list of integers. Otherwise check the arguments, which raises an error if one is wrong. Return False
-        if none is: the exception has another cause.
+        True: the call cannot have a plan, because it is traced, so that its tensors have no addresses, or because its
+        group sizes are a list of integers. Otherwise all arguments are checked, which raises an error if one is wrong.
+        False: no argument is wrong, so the exception has another cause.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
@@ -176,9 +178,10 @@ class Call(PlanMaker):
         return False
 
     def differentiate(self, key: Hashable = None) -> Any:
-        """Return the result of a call in which an argument requires a gradient, and record its backward.
+        """Compute a call in which an argument requires a gradient, record its backward, and return the result.
 
-        key: the key under which the call's plan will be kept. None: the call has no plan.
+        Args:
+            key: the key under which the call's plan will be kept. None: the call can have no plan.
         """
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             for name in self.outputs:
@@ -187,9 +190,12 @@ class Call(PlanMaker):
         return self.with_backward(self, key)
 
     def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Return the result of a call that needs no gradient, by a plan resized from a kept one if there is one.
+        """Compute a call that needs no gradient, and return its result.
 
-        Arguments: as of `handle_miss`.
+        If the plan of a call that differs only in its number of rows is kept, a copy for this number of rows is used.
+
+        Args:
+            key, replacements: see `handle_miss`.
         """
         if key is not None:
             ready = changed(self, **replacements)
@@ -201,9 +207,9 @@ class Call(PlanMaker):
         return self.execute(key)
 
     def resize_kept_plan(self, key: Hashable) -> Any:
-        """Return a plan resized from the kept plan of a call that differs only in its number of rows.
+        """Make this call's plan from the kept plan of a call that differs only in its number of rows.
 
-        The new plan is kept under `key`. None: no such plan is kept.
+        The new plan is kept under `key` and returned. None: no such plan is kept. This saves the checks of a new plan.
         """
         found = self.find_resizable(key, self.plans)
         if found is None:
@@ -214,7 +220,7 @@ class Call(PlanMaker):
         return plan
 
     def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Return (problem, old plan) of an already checked call that differs only in its number of rows.
+        """Find a checked call that differs only in its number of rows; return (this call's problem, the other's plan).
 
         None: there is no such call, or this call has a single row, whose stride torch leaves arbitrary.
 
@@ -229,7 +235,7 @@ class Call(PlanMaker):
         return None if found is None else (changed(found[0], rows=rows), found[1])
 
     def keep_resizable(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
-        """Store this call, which passed all checks, and its plan, so that `find_resizable` finds them."""
+        """Store this call's problem and plan, after all checks passed, for `find_resizable` of later calls."""
         if problem.rows > 1:
             count = sum(getattr(self, name, None) is not None for name in self.per_row)
             gathered = self.gathered_places
@@ -238,8 +244,11 @@ class Call(PlanMaker):
     def execute(self, key: Hashable = None) -> Any:
         """Check all arguments, compute the call, and return its result.
 
-        On the CPU the reference computes it. On a GPU a plan does: the one that is kept for the call with prepared
-        weights and group sizes, or else a new one. key: the key under which a new plan is kept; None: it is not kept.
+        On the CPU the reference computes the call. On a GPU a plan does: the plan that is kept for the call with
+        address tables and group sizes on the device (`prepared`), or else a new plan.
+
+        Args:
+            key: the key under which a new plan is kept. None: it is not kept.
         """
         self.check_plain()
         problem = self.check()
@@ -266,9 +275,9 @@ class Call(PlanMaker):
         return ready.run(plan)
 
     def prepared(self) -> Any:
-        """Return this call with address tables instead of lists of experts, and with group sizes on the device.
+        """Return a copy of this call with address tables instead of lists of experts, and group sizes on the device.
 
-        Returns the call itself if nothing has to be changed.
+        If nothing has to be changed, return the call itself.
         """
         changes: dict[str, Any] = {}
         weights = self.weights if self.tabled is None else self.tabled
@@ -283,28 +292,31 @@ class Call(PlanMaker):
 
     @classmethod
     def optional_results(cls) -> tuple[ResultTensor, ...]:
-        """Return the results that a flag of the call can leave out.
+        """Return the results that a flag of the call (such as return_preact) can leave out.
 
-        Torch's schemas have no optional results: an operator with one such result becomes two torch operators, without
-        and with it; an operator with more returns a list of the results that are made.
+        Torch's schemas have no optional results. So an operator with one optional result becomes two torch operators,
+        without and with it. An operator with several optional results returns a list of the results that are made.
         """
         return tuple([made for made in cls.definition.results if made.when in cls.options])
 
     @classmethod
     def returns_list(cls) -> bool:
-        """Return True if torch's operator returns a list of the results that are made."""
+        """Return True if torch's operator returns a list of the results that are made.
+
+        That is so if several results are optional, or if the definition lists none because each call has its own.
+        """
         return not cls.definition.results or len(cls.optional_results()) > 1
 
     @property
     def torch_name(self) -> str:
-        """Name of this call's operator in torch.ops.glulam: `torch_op`, with suffixes for a further result and out."""
+        """Name of this call's operator in torch.ops.glulam: `torch_op`, and suffixes for an optional result and out."""
         optional = () if self.returns_list() else self.optional_results()
         variant = "".join([made.torch_suffix for made in optional if self.makes_result(made)])
         writes = self.has_torch_out and getattr(self, "out", None) is not None
         return f"{self.torch_op}{variant}" + "_out" * writes
 
     def assembled(self, returned: Any) -> Any:
-        """Return the call's return value.
+        """Return the call's return value, made from the torch operator's and the caller's buffers.
 
         Args:
             returned: the torch operator's return value: all results for which the caller gave no buffer.
@@ -322,11 +334,11 @@ class Call(PlanMaker):
         return self.returned([result(name) if is_wanted else None for name, is_wanted in self.returned_results()])
 
     def dispatch(self) -> Any:
-        """Compute the call through torch's dispatcher, by its torch operator, which traces see as one node."""
+        """Compute the call by its torch operator, through torch's dispatcher, so that traces see one node."""
         return self.through_torch(self)
 
     def _check_group_sizes(self) -> None:
-        """Read the group sizes back and check them; warn instead under graph capture."""
+        """Read the group sizes back, and check them. Under graph capture, only warn that they cannot be checked."""
         if gpus.is_capturing():
             warnings.warn(f"{self.op}: {ENV_CHECK} cannot read group sizes under graph capture", stacklevel=4)
         else:
@@ -334,5 +346,5 @@ class Call(PlanMaker):
 
 
 def _on_host(splits: Any) -> bool:
-    """Return True if row counts are in the host's memory: a list, or a CPU tensor."""
+    """Return True if `splits` is in the host's memory: a list, or a CPU tensor (unless tests run kernels there)."""
     return not isinstance(splits, Tensor) or (splits.device.type == "cpu" and gpus.KERNEL_DEVICE != "cpu")

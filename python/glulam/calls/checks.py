@@ -1,7 +1,7 @@
-"""Checks of arguments, the same for every device; errors name the argument, the value received and the value needed.
+"""Checks of arguments' metadata. Errors name the argument, the value received and the value needed.
 
-The checks read only metadata (shapes, dtypes, devices, strides), so they also work on the fake tensors of a trace;
-`memory` checks memory.
+The checks are the same for every device. They read only shapes, dtypes, devices and strides, so they also work on the
+fake tensors of a trace. `memory` checks memory.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ PLAIN_RECIPE = "bf16"
 """The name of the recipe that quantises nothing."""
 
 Experts = Tensor | Sequence[Tensor] | ExpertList
-"""Experts' tensors: packed [E, ...], or a sequence of E tensors. An ExpertList is a sequence that passed its checks; a
-GateUp is a sequence of two packed tensors.
+"""Experts' tensors: packed [E, ...], or a sequence of E tensors.
+
+An ExpertList is a sequence that passed its checks. A GateUp is a sequence of two packed tensors, gate and up.
 """
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Return True if calls with this tensor are computed by kernels, not by the CPU reference."""
+    """Return True if kernels compute calls with this tensor (it is on a GPU); False: the CPU reference does."""
     return x.device.type == gpus.KERNEL_DEVICE
 
 
@@ -86,8 +87,9 @@ def refuse_rows(op: str) -> NoReturn:
 
 
 def refuse_out(op: str, out: Any) -> None:
-    """Raise GradientNotSupported if `out` is given in a call whose gradient is recorded: autograd does not see writes
-    to it.
+    """Raise GradientNotSupported if `out` is given in a call whose gradient is recorded.
+
+    Autograd would not see the writes to `out`.
     """
     if out is not None:
         raise GradientNotSupported(
@@ -105,7 +107,7 @@ def check_written(op: str, name: str, out: Tensor) -> None:
 
 
 def check_is_tensor(op: str, name: str, value: Any, what: str) -> Tensor:
-    """Return `value` if it is a tensor of any kind, else raise TypeError, which asks for `what`."""
+    """Return `value` if it is a tensor, else raise a TypeError that asks for `what`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; give {what}")
     return value
@@ -150,7 +152,7 @@ def check_same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor
 
 
 def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bool = False) -> None:
-    """Check that a tensor has x's dtype and device; with `wide`, float32 is allowed if x is 16-bit."""
+    """Check that a tensor has x's dtype and device; with `wide`, float32 is also allowed if x is 16-bit."""
     valid = gradient_dtypes(x) if wide else (x.dtype,)
     if tensor.dtype not in valid:
         of, dtypes = leading(op), " or ".join(map(str, valid))
@@ -161,7 +163,7 @@ def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wid
 def _remedy(name: str) -> str:
     """Return the error's advice on how to get a contiguous tensor.
 
-    An output must be another buffer: the caller would never see results written to a copy.
+    For an input this is a copy. For an output it is another buffer, since the caller would not see results in a copy.
     """
     return "give a buffer that is" if name.startswith("out") else "call .contiguous()"
 
@@ -186,11 +188,11 @@ def check_out_dtype(op: str, dtype: Any, x: Tensor) -> None:
 
 
 def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, int]:
-    """Check the leading operand (x, or the argument that leads instead) and return its T and K.
+    """Check the leading operand [T, K], and return (T, K).
 
     Args:
         op: the operator.
-        x: [T, K].
+        x: the leading operand: x, or the argument that `Arguments.leads` names.
         dtypes: the allowed dtypes. None: KERNEL_DTYPES on a GPU, REFERENCE_DTYPES elsewhere.
     """
     name = leading(op)
@@ -222,7 +224,7 @@ def check_width(op: str, name: str, width: int, on_gpu: bool) -> None:
 
 
 def _check_rows(op: str, name: str, matrix: Tensor) -> None:
-    """Check that a matrix's rows are dense and do not overlap; on a GPU also that they are 16-byte multiples apart."""
+    """Check that a matrix's rows are dense and do not overlap; on a GPU also that the row stride is k * 16 bytes."""
     rows, width = matrix.shape
     stride, inner = matrix.stride()
     if inner != 1 and width > 1:
@@ -239,7 +241,15 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
 
 
 def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
-    """Check a matrix [T, columns] with x's T, dtype and device, and return its columns. columns None: any number."""
+    """Check that a matrix is [T, columns] with x's T, dtype and device; return its number of columns.
+
+    Args:
+        op, name: the operator and the argument, for errors.
+        matrix: the argument.
+        x: a matrix of T rows.
+        columns: the required number of columns. None: any number.
+        why: the error's reason for the shape.
+    """
     matrix = check_is_tensor(op, name, matrix, "a tensor [T, columns]")
     check_like_x(op, name, matrix, x)
     if matrix.dim() != 2 or matrix.shape[0] != x.shape[0] or columns not in (None, matrix.shape[1]):
@@ -269,16 +279,19 @@ def check_number(op: str, name: str, value: Any) -> None:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Raise ValueError unless the recipe is PLAIN_RECIPE ("bf16"), the only one of 16-bit calls.
+    """Raise ValueError unless the recipe is PLAIN_RECIPE ("bf16"), the only recipe of 16-bit calls.
 
-    A public function passes calls with a valid other recipe to the operator's class for quantised arguments, so they do
-    not come here.
+    A public function passes calls with other valid recipes to the operator's class for quantised arguments. So any
+    other recipe that arrives here is invalid.
     """
     check_choice(op, "recipe", recipe, (PLAIN_RECIPE,))
 
 
 def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
-    """Raise ValueError unless activation and glu_layout exist; glu_layout must be "concat" if there is no gate."""
+    """Raise ValueError if activation or glu_layout does not exist, or if the activation has no gate to lay out.
+
+    Without a gate, glu_layout must be "concat".
+    """
     check_choice(op, "activation", activation, ACTIVATIONS)
     check_choice(op, "glu_layout", glu_layout, GLU_LAYOUTS)
     if activation not in GATED and glu_layout != "concat":
@@ -288,9 +301,7 @@ def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
 
 
 def check_numbers(op: str, numbers: Numbers) -> None:
-    """Check the numbers (limit, alpha, ...) of all activations' formulas: each is a Python number, not NaN, and within
-    its limits.
-    """
+    """Check the numbers (limit, alpha, ...) of activations: each is a Python number, not NaN, and within its limits."""
     for (name, number), value in zip(NUMBERS.items(), numbers, strict=True):
         check_number(op, name, value)
         if math.isnan(value):

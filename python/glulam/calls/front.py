@@ -1,9 +1,9 @@
-"""The public function of an operator, generated from its parameters.
+"""Decorator `operator`: generates the body of an operator's public function from its parameters.
 
-A decorated function declares the parameters, their defaults and the docstring; the arguments' roles follow from their
-names (`roles`) and from the `Call` class. The body is generated and compiled when the module is imported: it finds the
-plan of the call (a kept launch) and runs it; without a plan, it passes the call to `Call.handle_miss`. `text_of`
-returns the body.
+The decorated function declares the parameters, their defaults and the docstring. The arguments' roles follow from their
+names (`roles`) and from the `Call` class. The body is generated and compiled when the module is imported. It looks up
+the plan of the call (a kept launch) and runs it; without a plan, it passes the call to `Call.handle_miss`. `text_of`
+returns the body's source.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from .quantized import Quantized
 from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
-"""The `Call` subclasses of all operators. An operator's class for quantised arguments follows its plain class.
-"""
+"""The `Call` subclasses of all operators. An operator's class for quantised arguments comes after its plain class."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return a function's parameters as Python source: as declared, without annotations."""
+    """Return a function's parameters as Python source with defaults, without annotations: ["x", "*", "offs=None"]."""
     texts, is_keyword = [], False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not is_keyword:
@@ -51,9 +50,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters by name, in the order in which its `Call` class has them: `**numbers` follows
-    `glu_layout`.
-    """
+    """Return a function's parameters by name, in the order of its `Call` class: `**numbers` follows `glu_layout`."""
     names: list[str] = []
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
@@ -65,8 +62,9 @@ def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
-    """Return, by name of each argument that may be a list of experts' tensors, the kind of its address table: "weight",
-    "bias" or "gradient".
+    """Return {argument that may be a list of experts' tensors: the kind of its address table}.
+
+    Kinds are "weight", "bias" and "gradient" (`host.experts`).
     """
     weights = kind.weights if kind.tabled is None else kind.tabled
     of_kinds = {"weight": weights, "bias": kind.biases, "gradient": kind.gradients}
@@ -74,9 +72,9 @@ def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
 
 
 def text_of(kind: type[Call]) -> list[str]:
-    """Return the lines of Python that find the plan of a call and run it, or pass the call to `Call.handle_miss`.
+    """Return the body of an operator's function: find the call's plan and run it, or pass the call to `handle_miss`.
 
-    The lines use the arguments by the names in `kind.names`.
+    The lines of Python use the arguments by the names in `kind.names`.
     """
     lists = _kinds_of_lists(kind)
     prepared = {name: kind.parts_of(name) for name in kind.weights if f"{name}_scale" in kind.given}
@@ -121,9 +119,10 @@ def text_of(kind: type[Call]) -> list[str]:
 
 
 def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: str, recipe: str) -> list[str]:
-    """Return the lines of Python that pass a call to the operator's generated function for quantised arguments.
+    """Return the first lines of an operator's body, which pass calls with quantised arguments to a second function.
 
-    The lines split each quantised argument into its elements, scales and global scale (`Quantized.unwrap`).
+    This second generated function takes elements, scales and global scales as separate arguments; the lines split each
+    quantised argument into them (`Quantized.unwrap`).
 
     Args:
         quantized: the class of calls with quantised arguments.
@@ -149,9 +148,10 @@ def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: s
 def _front(
     name: str, parameters: list[str], lines: list[str], module: str, names: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function, compiled from the lines of its body, with its source in the attribute `text`.
+    """Compile a function from the lines of its body; the result has its source in the attribute `text`.
 
-    Objects that the lines use (`names`) are closure variables, since torch.compile would look up globals in the module.
+    Objects that the lines use (`names`) become closure variables, since torch.compile would look up globals in the
+    module.
     """
     text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
     body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]
@@ -183,12 +183,13 @@ def operator(
     kind: type[Call], *, quantized: type[Quantized] | None = None, when: str = f"recipe != {PLAIN_RECIPE!r}",
     recipe: str = "recipe", beside: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:  # fmt: skip
-    """Decorate an operator's function: replace its body by generated code, kept as text in the attribute `text`.
+    """Decorate an operator's function: replace its body by generated code, whose source is in the attribute `text`.
 
     Args:
         kind: the class of the operator's calls.
-        quantized: the class of calls whose arguments are quantised or will be. These calls have a separate generated
-            function that takes elements and scales as separate arguments. None: the operator has no such calls.
+        quantized: the class of calls whose arguments are quantised, or are quantised by the call. These calls have a
+            separate generated function that takes elements and scales as separate arguments. None: the operator has no
+            such calls.
         when: a Python expression that is true for a call with quantised arguments.
         recipe: a Python expression for the recipe of such a call.
         beside: parameters of the public function that `kind` does not have. If such an argument is not None, the
@@ -226,10 +227,10 @@ def operator(
 
 
 def passed_to(function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Decorate a public function: its generated body calls `function` with the same arguments, of which the
-    activation's numbers (limit, alpha, ...) become one tuple.
+    """Decorate a public function with `**numbers`: generate a body that calls `function` with one tuple `numbers`.
 
-    The generated function has a keyword for each number, since Python takes 0.6 us for `**numbers`.
+    `numbers` are the activation's numbers (limit, alpha, ...); all other arguments are passed on. The generated
+    function has a keyword for each number, since Python takes 0.6 us for `**numbers`.
     """
 
     def made(public: Function) -> Function:

@@ -1,6 +1,7 @@
-"""Compile generated Python under a name by which tracebacks, debuggers and profilers find its lines.
+"""Compile generated Python so that tracebacks, debuggers and profilers find its source lines, by `linecache`.
 
-`linecache.checkcache` drops entries whose file does not exist, except those without a modification time.
+The entries in linecache have no modification time: `linecache.checkcache` would drop them otherwise, since there is no
+file.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ _numbers = itertools.count(1)
 
 
 def compiled(text: str, name: str) -> CodeType:
-    """Return the compiled code of the one function in `text`. Its source lines are kept for the life of the process."""
+    """Compile the one function in `text`. Its source lines are kept for the life of the process."""
     module = compile(text, name, "exec")
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 
 
 def compiled_one_of_many(text: str, name: str) -> CodeType:
-    """Return the compiled code of the one function in `text`, under "<name #number>". Its source lines are kept only as
-    long as the code object lives.
-    """
+    """Compile the one function in `text`, as file "<name #number>". Source lines are kept as long as the code lives."""
     numbered = f"<{name} #{next(_numbers)}>"
     code = compiled(text, numbered)
     weakref.finalize(code, linecache.cache.pop, numbered, None).atexit = False

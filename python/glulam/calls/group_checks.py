@@ -1,4 +1,4 @@
-"""Checks of group sizes (offs and splits), of indices of rows, and of vectors with a number for each row or expert."""
+"""Checks of group sizes (offs or splits), of row indices, and of vectors with one number for each row or expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _check_numbers(
     op: str, name: str, value: Any, what: str, x: Tensor, dtypes: Sequence[torch.dtype], count: int | None, why: str,
     cast: str = "cast it",
 ) -> Tensor:  # fmt: skip
-    """Check a contiguous tensor of numbers on x's device and return it.
+    """Check that an argument is a contiguous tensor on x's device, with one of these dtypes; return it.
 
     Args:
         op, name: the operator and the argument, for errors.
@@ -37,7 +37,7 @@ def _check_numbers(
 
 
 def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
-    """Check a scale [T] in float32, or also float64 if x is float64. None: no scale, allowed."""
+    """Check a scale [T]: float32, or float64 if x is float64. None is allowed: no scale."""
     if scale is not None:
         dtypes = (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
         why = f"it holds a number for each row of {leading(op)}"
@@ -49,7 +49,7 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
 
     Args:
         op: the operator.
-        rows: the indices. None: no indices, allowed.
+        rows: the indices. None is allowed: no indices.
         x: the matrix whose rows are selected.
         name: the indices' name in errors.
         of: x's name in errors.
@@ -66,14 +66,14 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
 
 
 def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
-    """Check a mask, bool [E], on x's device: whether to add to each expert's `out`. None: no mask, allowed."""
+    """Check a mask, bool [E] on x's device; True: add to this expert's `out`. None is allowed: no mask."""
     if mask is not None:
         why, cast = "there is one flag for each expert", "cast it: whether to add to each group's out"
         _check_numbers(op, "mask", mask, "a bool tensor [E]", x, (torch.bool,), experts, why, cast)
 
 
 def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
-    """Check group sizes and return E, for operators in which no other argument has E."""
+    """Check group sizes, and return their number E. For operators in which no other argument has a dimension E."""
     groups = offs if splits is None else splits
     count = len(groups) if isinstance(groups, (list, tuple)) else 0
     if isinstance(groups, Tensor) and groups.dim():
@@ -94,7 +94,7 @@ def check_groups(
         offs, splits: the group sizes.
         x: the leading operand.
         experts: E.
-        counted: the argument that has E experts, for errors. Empty: E comes from the groups themselves.
+        counted: name of the argument from which E was read, for errors. Empty: E comes from the groups themselves.
         name: the name of offs in errors.
     """
     if (offs is None) == (splits is None):

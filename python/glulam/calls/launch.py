@@ -1,9 +1,9 @@
 """Launches: generated Python that passes a call's arguments to a kernel's exported function.
 
-A `LaunchShape` says which arguments are present, which are lists, which arguments the function takes and which results
-are made. From a LaunchShape a few lines of Python without loops are generated and compiled once. A `Plan` is this code
-together with the constants of one signature (the metadata of all arguments): widths, the function, memory. `text_of`
-returns the lines.
+A `LaunchShape` describes the code of a launch: which arguments are present, which are lists, which arguments the
+function takes, and which results are made. From it a few lines of Python without loops are generated (`text_of`) and
+compiled once. A `Plan` is this code together with constants (widths, the kernel's function, memory) for calls of one
+signature. A signature is the metadata of all arguments.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LINE = 116
 
 
 class ResultTensor(NamedTuple):
-    """A tensor that a call makes, unless the caller gave a buffer for it.
+    """A result tensor, which a launch allocates unless the caller gave a buffer for it.
 
     Attributes:
-        name: name of the argument that may be the buffer; if there is none, name of the result.
-        kernel: name of the argument of the kernel's function.
-        shape: names of constants, such as `Problem.dims` has, one for each size, or the name of one constant that
-            is the whole shape.
+        name: name of the call's argument that may be the buffer; if there is none, name of the result.
+        kernel: name of the tensor among the arguments of the kernel's function.
+        shape: names of constants of the plan, one for each size (such as the names in `Problem.dims`); or the name of
+            one constant that is the whole shape.
         like: the argument whose device and dtype the result gets. Empty: the leading argument.
         dtype: name of a constant with the result's dtype. Empty: the dtype of `like`.
         zeros: True: rows after the last group are zero; the kernel's function writes the zeros.
         returned: False: the kernel's function needs the tensor, but the call does not return it.
         when: the call's flag that must be set to make the tensor. Empty: it is always made.
-        wanted: False for a result that is None; the function gets 0 for it.
+        wanted: False: the result is None, and the kernel's function gets 0 for it.
     """
 
     name: str
@@ -62,13 +62,19 @@ class ResultTensor(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The source of a kernel argument's value.
+    """Where a launch takes the value of one kernel argument from.
 
     Attributes:
-        kind: GIVEN: an argument of `run`. TABLE: the address of a list's address table; 0 if the argument is no list.
-            UP: the address of a GateUp's `up`; 0 if the argument is no GateUp. RESULT: a tensor that the call makes.
-            MATRIX, BYTES: scratch memory, as a tensor or as an address. CONSTANT: a constant of the plan. TICKETS:
-            ticket counters. TEXT: a Python expression. ABSENT: no value; the function gets 0.
+        kind: one of the constants below.
+            GIVEN: an argument of `Plan.run`.
+            TABLE: the address of a list's address table; 0 if the argument is no list.
+            UP: the address of a GateUp's `up`; 0 if the argument is no GateUp.
+            RESULT: a tensor that the call makes.
+            MATRIX, BYTES: scratch memory, as a tensor or as an address.
+            CONSTANT: a constant of the plan.
+            TICKETS: counters from which a persistent kernel's CTAs draw tiles (`host.tickets`).
+            TEXT: a Python expression.
+            ABSENT: no value; the function gets 0.
         name: name of the argument of `run`, the result, the memory or the constant; for TEXT, the expression.
     """
 
@@ -94,25 +100,26 @@ class Line(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """Everything that determines the generated code of a launch: a Python function, `run`, that calls the kernel's
-    function.
+    """Everything that determines the generated code of a launch: the Python function `run`, which launches the kernel.
 
     Attributes:
-        takes: the tensor arguments of `run`.
+        takes: names of the tensor arguments of `run`.
         present: the arguments of `run` that are not None.
         lists: the arguments that are ExpertLists.
         halves: the arguments that are GateUps.
-        unpacked_lists: the arguments that are plain lists of tensors, whose addresses are not read.
+        unpacked_lists: the arguments that are plain lists of tensors; the launch does not read their addresses.
         unpacks: the argument that is a list of buffers for all results. Empty: there is none.
         arguments: arguments of the kernel's function.
-        values: the source of each of these arguments.
+        values: the source of each argument of the kernel's function.
         result_tensors: tensors that the call makes.
-        scratch: names of the parts of the plan's memory.
-        prologue: lines before the call of the kernel's function.
+        scratch: names of the parts of the plan's scratch memory.
+        prologue: lines that run before the call of the kernel's function.
         checked: True: the code checks arguments at addresses that the plan has not seen.
         single_gpu: True: the process sees one GPU, so the code never switches devices.
-        aligned: True: a matrix may have a single row, whose stride is arbitrary and is replaced (`aligned_row`).
-        result: name of a constant that is called with the results. Empty: results are returned as they are.
+        aligned: True: a matrix may have a single row. Torch leaves the stride of a single row arbitrary, so the code
+            replaces it (`aligned_row`).
+        result: name of a constant, a function that makes the return value from the results. Empty: results are returned
+            as they are.
     """
 
     takes: tuple[str, ...]
@@ -152,17 +159,17 @@ class LaunchShape(NamedTuple):
         return str(argument.absent) if kind == ABSENT else name
 
     def addresses(self) -> set[str]:
-        """Return the names of `run`'s arguments whose addresses the lines of `prologue` or the function's call use."""
+        """Return the names of `run`'s arguments whose addresses the prologue or the kernel's function uses."""
         pairs = zip(self.arguments, self.values, strict=True)
         used = {source.name for argument, source in pairs if source.kind == GIVEN and argument.kind == ADDRESS}
         return used.union(*[line.addresses for line in self.prologue])
 
     def returned(self, made: ResultTensor) -> str:
-        """Return the Python expression that `run` returns for a result: a list's tensors instead of its ExpertList."""
+        """Return the Python expression that `run` returns for a result; for an ExpertList, its list of tensors."""
         return f"{made.name}.tensors" if made.name in self.lists else made.name
 
     def _tensor(self, name: str, argument: Argument) -> str:
-        """Return the Python expression by which an argument of `run` is passed to the kernel's function as a tensor."""
+        """Return the Python expression that passes an argument of `run` to the kernel's function as a tensor."""
         if name in self.lists:
             return f"{name}.lowest"
         has_any_stride = self.aligned and name in self.present and len(argument.shape) == 2
@@ -170,7 +177,7 @@ class LaunchShape(NamedTuple):
 
 
 def wrapped(begin: str, items: list[str], end: str) -> list[str]:
-    """Return the lines of one statement `begin` + items + `end`, wrapped if it is longer than LINE."""
+    """Return the statement `begin` + items + `end` as lines: one line, or several if it is longer than LINE."""
     if len(begin) + len(", ".join(items)) + len(end) <= LINE:
         return [begin + ", ".join(items) + end]
     lines = [""]
@@ -201,14 +208,14 @@ def text_of(shape: LaunchShape) -> str:
 
 
 def _on_its_device(shape: LaunchShape) -> list[str]:
-    """Return lines that make the plan's device current, unless the process sees only one."""
+    """Return lines that make the plan's GPU the current device; none if the process sees only one GPU."""
     if shape.single_gpu:
         return []
     return ["if gpus.current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
 
 
 def _address_lines(shape: LaunchShape) -> list[str]:
-    """Return lines that read addresses and, for tensors that came from the caller, check addresses not seen before."""
+    """Return lines that read addresses and, in a checked launch, check addresses that the plan has not seen."""
     outs = [made.name for made in shape.result_tensors if made.name in shape.present]
     read = [name for name in shape.takes if name in shape.present and name not in (*outs, shape.unpacks)]
     names = [name for name in read if name not in shape.unpacked_lists] + outs
@@ -243,17 +250,20 @@ def _memory_lines(shape: LaunchShape) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def code_of(op: str, shape: LaunchShape) -> CodeType:
-    """Return the compiled function `run` of a shape. `op`: the operator's name, for tracebacks."""
+    """Compile the function `run` of a LaunchShape. `op`: the operator's name, for tracebacks."""
     return compiled_one_of_many(text_of(shape), f"glulam launch of {op}")
 
 
 def aligned_row(matrix: Tensor) -> Tensor:
-    """Return a matrix of one row with a stride that kernels accept: torch leaves that stride arbitrary."""
+    """Return the matrix; if its row stride is not a multiple of 8, a view of its single row with a valid stride.
+
+    Torch leaves the stride of a single row arbitrary, and kernels do not accept every stride.
+    """
     return matrix if matrix.stride(0) % ALIGNMENT_ELEMENTS == 0 else matrix.view(-1).view(1, -1)
 
 
 def launch_nothing(*_: Any) -> None:
-    """Do nothing: the function of plans for T = 0."""
+    """Do nothing. This takes the place of the kernel's function in plans for T = 0."""
 
 
 _NAMES: dict[str, Any] = {
@@ -267,15 +277,15 @@ _NAMES: dict[str, Any] = {
 
 
 OWN_NAMES = frozenset((*_NAMES, "seen", "check_unseen", "run"))
-"""Names that a plan adds to its constants."""
+"""Names that a plan adds to the constants that it is given."""
 OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
-"""Names of constants that depend on the number of rows."""
+"""Names of the constants of a plan that depend on the number of rows."""
 
 
 class Bare(NamedTuple):
-    """The kernel's function of a plan with the values of all its arguments, to repeat a launch without the plan's code.
+    """A kernel's function with the values of all its arguments, to repeat a plan's launch without the plan's code.
 
-    Results, scratch memory and counters are in new memory, which no other launch uses.
+    It serves measurements. Results, scratch memory and counters are in new memory, which no other launch uses.
 
     Attributes:
         function: the kernel's function.
@@ -293,16 +303,18 @@ class Bare(NamedTuple):
 
 
 class Plan:
-    """A launch that serves all calls of one signature (the metadata of all arguments), which passed the checks. `run`
-    launches.
+    """A launch for all calls of one signature (the metadata of all arguments), after one such call passed the checks.
+
+    `run` is the generated function that launches.
 
     Attributes:
         op: the operator's name, for messages.
         shape: the LaunchShape from which the code was generated.
         constants: the objects that the code uses by name; `run` sees nothing else.
-        serving: finds the kernel's function for another number of rows.
-        extents, out_extents: bytes that each argument that is read, and each given output, spans.
-        seen: the tuples of addresses that passed `memory.check_unseen`.
+        serving: object whose `at(rows)` is the kernel's function for a number of rows.
+        extents: the bytes that each argument that is read spans.
+        out_extents: the bytes that each output that the caller gave spans.
+        seen: the tuples of addresses that passed `check_unseen`.
         look: function that checks arguments at new addresses for properties that metadata does not show, such as
             alignment.
     """
@@ -311,8 +323,12 @@ class Plan:
         self, op: str, shape: LaunchShape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """Make a plan; it owns `constants` from now on. `code`: compiled code for `shape`, from another plan. None:
-        `code_of(shape)`.
+        """Make a plan.
+
+        Args:
+            op, shape, serving, extents, out_extents, look: see the class.
+            constants: see the class; the plan adds names to this dict, and owns it from now on.
+            code: compiled code for `shape`, from another plan. None: `code_of(op, shape)`.
         """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
@@ -326,7 +342,7 @@ class Plan:
             constants["run"] = self.run
 
     def serves(self, rows: int) -> bool:
-        """Return True if this plan also serves `rows` rows: same function, and no constant depends on rows."""
+        """Return True if this plan also serves `rows` rows: the kernel is the same, and no constant depends on rows."""
         if self.shape.checked or not OF_ROWS.isdisjoint(self.run.__code__.co_names):
             return False
         return self.serving.at(rows).function is self.constants["function"]
@@ -337,7 +353,7 @@ class Plan:
         return text_of(self.shape)
 
     def bare(self, *given: Any) -> Bare:
-        """Return the launch that `run` would make with the arguments `given`; nothing is launched."""
+        """Return the launch that `run(*given)` would make, without launching."""
         memory: list[Tensor] = [tensor for one in given for _, tensor in tensors_of("", one)]
         memory += [one.table.values for one in given if isinstance(one, ExpertList)]
         passed: list[tuple[Any, ...]] = []
@@ -362,9 +378,9 @@ class Plan:
         return Bare(self.constants["function"], self.shape.arguments, passed[0], results, tuple(memory))
 
     def check_unseen(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
-        """Check arguments at addresses that this plan has not seen: storages hold their tensors, no output overlaps.
+        """Check arguments at addresses that this plan has not seen: alignment, freed storages, overlap with outputs.
 
-        Arguments: see `memory.check_unseen`, which this calls after the operator's own checks of addresses.
+        The operator's own checks (`look`) come first, then `memory.check_unseen`, which also describes the arguments.
         """
         self.look(self.op, outs, **read)
         check_unseen(self, at, outs, read)

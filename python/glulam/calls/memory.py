@@ -1,8 +1,8 @@
-"""Checks of the memory of arguments: tensors that kernels would misread or overwrite. `checks` reads the metadata.
+"""Checks of the memory of arguments: alignment, overlap, freed storages, lazy values. `checks` reads the metadata.
 
 Fake tensors have no memory: callers pass only real tensors, or the check skips fake ones.
 
-A plan (a kept launch, see `launch`) serves calls of equal metadata, which is checked once; addresses are checked
+A plan (a kept launch, see `launch`) serves calls of equal metadata. Metadata is checked once, but addresses are checked
 whenever they are new (`check_unseen`). Allocators return the same addresses again and again: finding them in a set
 takes 0.1 us, checking all tensors 2 us.
 """
@@ -24,15 +24,13 @@ from ..host.experts import ExpertList, GateUp
 
 ALIGNMENT_BYTES = 16
 LOWEST_ADDRESS = 2**32
-"""The lowest address that memory of a GPU or of a 64-bit process has. The data_ptr of a tensor whose storage was freed
-is the tensor's offset, which is lower.
+"""Memory of a GPU or of a 64-bit process lies above this address. A lower data_ptr shows that a tensor's storage was
+freed: it is only the tensor's offset.
 """
 
 
 def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """Return (name in errors, tensor) for each tensor of an argument: the argument itself, or the tensors of a list,
-    ExpertList or GateUp.
-    """
+    """Return (name in errors, tensor) for each tensor of an argument: a tensor, a list, an ExpertList or a GateUp."""
     if isinstance(value, Tensor):
         return [(name, value)]
     if isinstance(value, GateUp):
@@ -45,10 +43,10 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
 
 
 def readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the experts of all `pieces`, in order, as tensors [e, N, K] that a kernel can read.
+    """Yield all experts of `pieces`, tensors [e, N, K], in order, as tensors [e, N, K] that a kernel can read.
 
-    A contiguous and aligned piece is yielded as it is. Of other pieces each expert is yielded alone, as a copy if its
-    address is misaligned or its strides are wrong.
+    A contiguous and aligned piece is yielded as it is. From other pieces each expert is yielded alone, as a copy if its
+    address is misaligned or its strides are wrong. So at most one expert is copied at a time.
     """
     for piece in pieces:
         if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
@@ -68,7 +66,7 @@ def is_transformed(*tensors: Any) -> bool:
 
 
 def check_plain(op: str, name: str, tensor: Tensor) -> None:
-    """Check that a tensor's memory holds its values, without a transform of torch that a kernel would not see.
+    """Check that a tensor's memory holds its values. Lazy values and torch.func transforms would be lost in a kernel.
 
     Tensors without memory, and subclasses, pass: torch's dispatcher handles them.
 
@@ -119,7 +117,7 @@ def check_alignment(op: str, name: str, tensor: Tensor) -> None:
 
 
 def extent(matrix: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last."""
+    """Return the number of bytes from a tensor's first element to the end of its last element."""
     if matrix.is_contiguous():
         return matrix.nbytes
     last = sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
@@ -127,7 +125,10 @@ def extent(matrix: Tensor) -> int:
 
 
 def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that `out` shares no byte with an input. Two column ranges of one buffer interleave, but do not overlap."""
+    """Raise ValueError if `out` shares a byte with an input.
+
+    Two disjoint column ranges of one buffer pass: they interleave, but do not overlap.
+    """
     distance = other.data_ptr() - out.data_ptr()
     if distance >= extent(out) or -distance >= extent(other):
         return
@@ -140,7 +141,7 @@ def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Te
 
 
 def check_disjoint(op: str, tensors: Sequence[Tensor]) -> None:
-    """Check that experts' gradient buffers, which are dense, share no byte with each other."""
+    """Raise ValueError if two experts' gradient buffers, which are dense, share a byte."""
     if any(gpus.is_traced(tensor) for tensor in tensors):
         return
     order = sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr())
@@ -156,25 +157,27 @@ SPREAD = (ExpertList, GateUp)
 class FreedStorage(RuntimeError):
     """Raised when a new address shows that the storage of an argument was freed or is too small.
 
-    Callers catch it as an error of ARGUMENT_ERRORS and check all arguments again (`Arguments.check_after_failure`),
-    which raises a ValueError that names the tensor.
+    Callers catch it as one of ARGUMENT_ERRORS, and call `Arguments.check_after_failure`, which raises a ValueError that
+    names the tensor.
     """
 
 
 MAX_SEEN = 1024
-"""Largest number of tuples of addresses that a plan remembers before it forgets all; a tuple takes about 0.3 KiB."""
+"""Number of address tuples that a plan remembers; after that many it forgets all. A tuple takes about 0.3 KiB."""
 
 
 def is_near(
     op: str, read: Sequence[int], extents: Sequence[int], out: int = 0, out_extent: int = 0, lists: Sequence[Any] = ()
 ) -> bool:
-    """Return True if an output of `out_extent` bytes at address `out` may overlap an argument that the call reads.
+    """Return True if an output may overlap an argument that the call reads: a fast test of address ranges.
+
+    Strided tensors may interleave without overlap; callers then make the exact test (`check_overlaps`).
 
     Args:
         op: the operator, for errors.
         read: the address of each argument that is read.
         extents: the bytes of each of these arguments; 0 if it is absent, empty or an ExpertList.
-        out, out_extent: the output's address and bytes; 0: only check that arguments have memory.
+        out, out_extent: the output's address and bytes; 0: there is no output, only check that arguments have memory.
         lists: arguments that may be ExpertLists or GateUps.
 
     Raises:
@@ -195,19 +198,19 @@ def is_near(
 
 
 def check_unseen(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
-    """Check addresses that a plan has not seen: storages hold all their tensors, and no output overlaps an argument.
+    """Check tensors at new addresses: storages hold all their tensors, and no output overlaps an argument.
 
-    Tensors of a list are checked when its table is made, or when they are prepared. A storage that is resized moves, so
-    its tensors are checked again; the check is skipped only if exactly these addresses were seen before.
+    If all is well, the addresses are remembered in `plan.seen`, and the plan skips this check for exactly these
+    addresses from then on. A storage that is resized moves, so its tensors are checked again. Tensors of a list are not
+    checked here, but when the list's table is made, or when they are prepared.
 
     Args:
-        plan: has `op`; `extents`, the bytes of each argument that is read, from its first element to the end of its
-            last, or 0 if it is absent, empty or an ExpertList; `out_extents`, the bytes of given outputs; and `seen`,
-            the set that `at` is added to.
+        plan: a Plan, or an object with `op`; `extents`, the bytes of each argument that is read (`extent`), 0 if it is
+            absent, empty or an ExpertList; `out_extents`, the bytes of given outputs; and `seen`, a set.
         at: addresses of the arguments that are read, in the order of `extents`, then of the outputs; for an ExpertList
-            its mark.
+            its mark, the number that identifies it.
         out: outputs that the caller gave.
-        read: arguments that are read, by the names that errors give them.
+        read: arguments that are read, by their names in errors.
 
     Raises:
         FreedStorage: a storage is freed or too small.
@@ -228,9 +231,9 @@ def check_unseen(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mappi
 
 
 def _are_in_storages(plan: Any, out: Sequence[Any], read: Mapping[str, Any]) -> bool:
-    """Return True if the storages of all given tensors still have all bytes of these tensors.
+    """Return True if each given tensor lies entirely in its storage, which may have been resized.
 
-    This is the test of `is_in_storage` with the extents that the plan knows, which takes only 0.3 us a tensor.
+    This is `is_in_storage` with the extents that the plan knows already, which takes only 0.3 us a tensor.
     """
     given = [value for value in read.values() if value.__class__ not in (list, tuple)]
     for value, extent in zip((*given, *out), (*plan.extents, *plan.out_extents), strict=True):
@@ -242,7 +245,7 @@ def _are_in_storages(plan: Any, out: Sequence[Any], read: Mapping[str, Any]) -> 
 
 
 def check_overlaps(op: str, name: str, out: Any, read: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming both tensors, if an output shares memory with an argument that is read."""
+    """Raise ValueError, naming both tensors, if the output `out` shares memory with an argument that is read."""
     for label, tensor in tensors_of(name, out):
         for other_name, other in read.items():
             for other_label, part in tensors_of(other_name, other):

@@ -1,4 +1,4 @@
-"""Make the plan of a checked call: a launch that is kept for later calls of equal metadata (see `launch`)."""
+"""Class `PlanMaker`: makes the plan of a checked call, a launch for all calls of equal metadata (see `launch`)."""
 
 from __future__ import annotations
 
@@ -38,28 +38,29 @@ from .memory import check_alignment, tensors_of
 
 
 class PlanMaker(Arguments):
-    """A call's arguments, and the launch that passes them to a kernel.
+    """A call's arguments, and methods that make the launch which passes these arguments to a kernel.
 
     Attributes:
-        sources: the operator's names of arguments by the kernel's names, if the two differ.
-        definition: the operator's results, and the parts of its launch.
+        sources: {the kernel's name of an argument: the operator's name}, for names that differ.
+        definition: the operator's results, and the values of its launch.
     """
 
     sources: ClassVar[dict[str, str]] = {}
     definition: ClassVar[Definition]
 
     def result_tensors(self) -> tuple[ResultTensor, ...]:
-        """Return the tensors that this call makes.
+        """Return the result tensors of this call.
 
-        Results whose flag is unset, or whose model (`ResultTensor.like`) is absent, are left out or, if the
-        definition's `returns` takes all results, marked as not wanted.
+        A result is not made if its flag is unset, or if the tensor that it is like (`ResultTensor.like`) is absent.
+        Such results are left out; but if the definition has a function `returns`, which takes all results, they are
+        marked as not wanted.
         """
         results, is_none = self.definition.results, self.definition.returns is not None
         made = [one if self.makes_result(one) else one._replace(wanted=False) for one in results]
         return tuple([one for one in made if one.wanted or is_none])
 
     def makes_result(self, result: ResultTensor) -> bool:
-        """Return True if this call makes `result`, a result of its definition."""
+        """Return True if this call makes `result`, one of its definition's results."""
         has_model = not result.like or getattr(self, result.like) is not None
         return has_model and (not result.when or bool(getattr(self, result.when)))
 
@@ -73,17 +74,18 @@ class PlanMaker(Arguments):
         return gpus.gpu(self.lead.get_device())
 
     def constants(self) -> dict[str, Any]:
-        """Return a launch's constants that do not depend on the number of rows, by name, without the problem's
-        dimensions.
+        """Return the launch's constants, by name, that do not depend on the number of rows.
+
+        The problem's dimensions (`Problem.dims`) are not among them.
         """
         return self._merged([part(self) for part in self.definition.constants])
 
     def of_rows(self) -> dict[str, Any]:
-        """Return further constants of a launch, by name, that may depend on the number of rows."""
+        """Return the launch's constants, by name, that may depend on the number of rows."""
         return self._merged([part(self) for part in self.definition.of_rows])
 
     def scratch(self, problem: Problem) -> dict[str, ScratchPart]:
-        """Return the memory that a launch takes from the workspace, by the kernel's names of arguments."""
+        """Return the scratch memory that a launch takes from the workspace, by names of kernel arguments."""
         return self._merged([part(self, problem) for part in self.definition.scratch])
 
     def prologue(self, problem: Problem) -> list[PrologueStep]:
@@ -94,13 +96,13 @@ class PlanMaker(Arguments):
         self, names: tuple[str, ...], constants: Collection[str], texts: Mapping[str, str],
         scratch: Mapping[str, ScratchPart],
     ) -> dict[str, Source]:  # fmt: skip
-        """Return the sources of kernel arguments by the kernel's names.
+        """Find the `Source` of each kernel argument: where the launch takes its value from.
 
         Args:
             names: names of the kernel's arguments.
             constants: names of the plan's constants.
-            texts: kernel arguments as Python expressions, instead of the call's arguments of the same names.
-            scratch: by kernel argument, the memory that the launch takes from the workspace.
+            texts: {kernel argument: Python expression}; they replace the call's arguments of the same names.
+            scratch: {kernel argument: memory that the launch takes from the workspace}.
 
         Raises:
             TypeError: two sources give one argument.
@@ -127,10 +129,10 @@ class PlanMaker(Arguments):
 
     @classmethod
     def check_new_addresses(cls, op: str, outs: list[Any], **read: Any) -> None:
-        """Check arguments at new addresses for alignment, as `check_addresses` does, and with the definition's checks.
+        """Check arguments at new addresses: their alignment, as `check_addresses` does, and the definition's checks.
 
-        The exported function checks the alignment of tensors, but not of arguments that it takes by address. Lists were
-        checked when their tables were made.
+        This is needed because the kernel's exported function checks the alignment of tensors, but not of arguments that
+        it takes by address. Lists were checked when their tables were made.
         """
         given = [(cls.labels.get(name, name), read.get(name)) for name in (*cls.matrices, *cls.weights)]
         given += [("out" if len(outs) == 1 else f"out[{place}]", out) for place, out in enumerate(outs)]
@@ -141,23 +143,20 @@ class PlanMaker(Arguments):
             check(cls, outs, read)
 
     def _merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one dict with the entries of all dicts in `parts`.
-
-        A name in two dicts raises TypeError, unless the definition's `overrides` has it: then the later dict counts.
-        """
+        """Merge dicts, with the definition's `overrides`; see the function `merged`."""
         return merged(self.op, parts, self.definition.overrides)
 
     def results(self, problem: Problem) -> Any:
-        """Return the call's results, uninitialised: buffers that the caller gave, or new tensors."""
+        """Return the call's return value with uninitialised results: buffers that the caller gave, or new tensors."""
         return self.returned(self.new_results(problem))
 
     def new_results(self, problem: Problem) -> list[Any]:
-        """Return the results that the call returns, one by one and uninitialised; None: the result is not wanted."""
+        """Return a list of the uninitialised results that the call returns; None: the result is not wanted."""
         known = self._merged([problem.dims, self.of_rows(), self.constants()])
         return [self._result(one, known) for one in self.result_tensors() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
-        """Return results as the call returns them: one alone, several as a tuple, or as `Definition.returns` says."""
+        """Make the call's return value from its results: one alone, several as a tuple, or by `Definition.returns`."""
         if self.definition.returns is not None:
             return self.definition.returns(*results)
         return results[0] if len(results) == 1 else tuple(results)
@@ -173,18 +172,16 @@ class PlanMaker(Arguments):
         return make(shape, dtype=known[made.dtype] if made.dtype else like.dtype)
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> Any:
-        """Return an object whose `at(rows)` returns the kernel's function for a number of rows
-        (`kernels.ServingFunction`).
-        """
+        """Return the object whose `at(rows)` is the kernel function for this many rows (`kernels.ServingFunction`)."""
         return kernels.serving(problem, gpu)
 
     def plan(self, problem: Problem, checked: bool = True, serving: Any = None, gpu: gpus.Gpu | None = None) -> Plan:
-        """Return the plan of this call.
+        """Make the plan of this call.
 
         Args:
             problem: the call's problem.
             checked: True: the plan checks arguments at addresses that it has not seen.
-            serving: `kernels.Fixed`, to use a particular kernel. None: the kernel that the dispatcher chooses.
+            serving: a `kernels.Fixed`, to use a particular kernel. None: `choose` chooses the kernel.
             gpu: the GPU that the plan is for. None: the GPU of the leading argument.
         """
         index = self.lead.get_device()
@@ -204,14 +201,15 @@ class PlanMaker(Arguments):
         return self._plan(shape, constants, serving)
 
     def bare(self, problem: Problem, serving: Any = None, gpu: gpus.Gpu | None = None) -> Bare:
-        """Return what this call's launch would call: the kernel's function, and the values of its arguments.
+        """Return the kernel's function and the argument values that this call's launch would pass; launch nothing.
 
-        Arguments: see `plan`.
+        Args:
+            problem, serving, gpu: see `plan`.
         """
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
-        """Return a plan like `like` for the number of rows of `problem`."""
+        """Make this call's plan from the plan `like` of a call that differs only in its number of rows."""
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
         shape, code = self.resized_launch_shape(like, problem, constants)
         return self._plan(shape, constants, like.serving, code)
@@ -219,17 +217,14 @@ class PlanMaker(Arguments):
     def resized_launch_shape(
         self, like: Plan, problem: Problem, constants: dict[str, Any]
     ) -> tuple[LaunchShape, CodeType]:
-        """Return (LaunchShape, its compiled code) of a launch like plan `like`'s, for this call's number of rows.
+        """Return (LaunchShape, its compiled code) for a copy of plan `like` with this call's number of rows.
 
-        Here both are `like`'s own; subclasses may return others.
+        Here they are those of `like`. Subclasses override this method if the number of rows changes the launch's code.
         """
         return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
-        """Run a plan with this call's arguments.
-
-        If that raises, check the arguments again, and raise if one is the cause.
-        """
+        """Run a plan with this call's arguments. If that fails, check them again, and raise if one is wrong."""
         try:
             return plan.run(*[getattr(self, name) for name in self.given])
         except ARGUMENT_ERRORS:
@@ -237,7 +232,7 @@ class PlanMaker(Arguments):
             raise
 
     def _plan(self, shape: LaunchShape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
-        """Return a plan with this LaunchShape that knows how many bytes this call's arguments span.
+        """Make a plan with this LaunchShape; a checked plan gets the bytes that this call's arguments span.
 
         Args:
             shape, constants, serving, code: see `Plan`.
@@ -265,7 +260,7 @@ class PlanMaker(Arguments):
         return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in unpacked_lists))
 
     def _unpacked_lists(self) -> frozenset[str]:
-        """Return the names of weights given as plain lists, which a launch does not read: they are prepared first."""
+        """Return the names of weights that are plain lists. A launch does not read them: they are prepared first."""
         plain = (list, tuple)
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
@@ -313,15 +308,16 @@ class PlanMaker(Arguments):
 
 
 def merged(op: str, parts: Sequence[Mapping[str, Any]], overrides: Collection[str] = ()) -> dict[str, Any]:
-    """Return one dict with the entries of all dicts in `parts`.
+    """Merge dicts; return one dict with the entries of all dicts in `parts`.
 
     Args:
         op: the operator's name, for errors.
         parts: dicts of values by name.
-        overrides: names whose value in a later part replaces the value in an earlier one (`Definition.overrides`).
+        overrides: names for which the value of a later dict replaces the value of an earlier dict
+            (`Definition.overrides`).
 
     Raises:
-        TypeError: two parts give one name that is not in `overrides`, even if the values are equal.
+        TypeError: two dicts have a name that is not in `overrides`, even if the values are equal.
     """
     found: dict[str, Any] = {}
     for part in parts:

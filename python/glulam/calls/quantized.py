@@ -1,8 +1,9 @@
-"""Calls whose arguments are quantised or will be: each such argument of the public function is split into its tensors.
+"""Class `Quantized`: calls with arguments that are quantised, or that the call quantises.
 
-An argument `w` becomes `w` (its elements, or a 16-bit weight that is not prepared yet), `w_scale` (its scales) and, if
-its format has a third part, `w_global_scale`. So plans are found by tensors alone, and a call consists of arguments
-that torch's operators take. The public operator's generated function (`front`) splits the arguments.
+Each such argument of the public function is split into its tensors. An argument `w` becomes `w` (its elements, or a
+16-bit weight that is not prepared yet), `w_scale` (its scales) and, if its format has a third tensor, `w_global_scale`.
+Why: plans are then found by the metadata of tensors alone, and a call consists of arguments that torch's operators
+accept. The public operator's generated function (`front`) splits the arguments.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from .roles import SUFFIXES
 
 
 class Quantized(Call):
-    """A call whose arguments are quantised or will be.
+    """A call with split arguments: elements, scales and global scales of quantised tensors are separate arguments.
 
     Attributes:
-        in_parts: names of arguments that are split, with the number of parts of each (see SUFFIXES).
+        in_parts: {public argument that is split: the number of its parts}, see SUFFIXES.
         unwraps: names of the call's arguments that `unwrap` returns, in their order.
         unwrap_takes: names of the public arguments that `unwrap` takes, besides the recipe.
         uses_up: names of public arguments that only `unwrap` uses; the split call does not have them.
         recipes: recipes by name.
-        classes: classes of arguments by which the public operator recognises such a call. Empty: not by class.
+        classes: classes of arguments by which the public operator recognises such a call. Empty: it goes by the recipe.
     """
 
     in_parts: ClassVar[dict[str, int]]
@@ -61,30 +62,34 @@ class Quantized(Call):
 
     @staticmethod
     def recipe_of(op: str, recipe: Any) -> Any:
-        """Return the recipe with this name, or equal to this recipe. Raises ValueError if there is none."""
+        """Return the known recipe for a name or a Recipe. Raises ValueError if there is none."""
         raise NotImplementedError
 
     @staticmethod
     def on_device(recipe: Any, x: Any) -> Any:
-        """Return the recipe that x's GPU uses when `recipe` is requested; here `recipe` itself."""
+        """Return the recipe that runs on x's GPU when the caller requests `recipe`; here `recipe` itself."""
         return recipe
 
     @property
     def is_frozen(self) -> bool:
-        """True if weights are never trained, while gradients of other arguments pass through them."""
+        """True if the recipe's weights are never trained, but gradients of x pass through them."""
         frozen: bool = self.recipe_of(self.op, self.recipe).freezes_weights
         return frozen
 
     @classmethod
     def rows_in_order(cls, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows] with indices clamped to the range. Raises GradientNotSupported if x requires a gradient."""
+        """Return x[rows], with indices clamped to the valid range.
+
+        Raises:
+            GradientNotSupported: grad mode is on, and x requires a gradient.
+        """
         check_indices(cls.op, rows, x)
         if torch.is_grad_enabled() and any_requires_grad(x):
             refuse_rows(cls.op)
         return take_rows(x, rows)
 
     def refuse_trained_weights(self) -> None:
-        """Raise GradientNotSupported if a weight, which is frozen, requires a gradient."""
+        """Raise GradientNotSupported if a weight requires a gradient: weights of this recipe are frozen."""
         for name in self.weights:
             if any_requires_grad(*[getattr(self, part, None) for part in self.parts_of(name)]):
                 raise GradientNotSupported(
@@ -109,7 +114,12 @@ class Quantized(Call):
 
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the split call's arguments by name; absent arguments are None. `public`: the operator's, by name."""
+        """Split the public operator's arguments; return the arguments of a call of this class by name.
+
+        Args:
+            recipe: the recipe.
+            public: the public operator's arguments by name. Absent arguments become None.
+        """
         recipe = cls.on_device(recipe, public.get("x"))
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}

@@ -1,7 +1,8 @@
-"""Roles of arguments: an argument's name determines its role, the same in every operator that has the argument.
+"""Table of the roles of arguments (matrix, weight, bias, group sizes, ...) by name.
 
-Checks, plans' keys, tables of lists, launches and torch's schemas follow from the roles. Operators whose kernels take
-only addresses and numbers declare their arguments by annotations instead (`addressed`).
+A name has the same role in every operator. Checks, keys of plans, address tables of lists, launches and torch's schemas
+are derived from the roles. Operators whose kernels take only addresses and numbers declare their arguments by
+annotations instead (`addressed`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 class Kind(enum.Enum):
-    """Kinds of arguments; each value describes the kind."""
+    """Kinds of arguments. The value of each kind is its description."""
 
     MATRIX = "a matrix [T, .]; [num_tokens, .] if its rows come by index"
     WEIGHT = "experts' weights: packed, a list with one tensor an expert, or a GateUp"
@@ -30,7 +31,7 @@ class Kind(enum.Enum):
 
 
 class Role(NamedTuple):
-    """The role of an argument, the same in every operator that has it.
+    """The role of an argument name: its kind, its type in torch's schemas, its dtype.
 
     Attributes:
         kind: the kind of argument.
@@ -48,7 +49,7 @@ class Role(NamedTuple):
 
 
 SUFFIXES = ("", "_scale", "_global_scale")
-"""Suffixes that turn the name of a quantised argument into the names of its elements, scales and global scale."""
+"""Suffixes for the elements, the scales and the global scale of a quantised argument: w, w_scale, w_global_scale."""
 
 
 def _roles(kind: Kind, schema: str, *names: str, dtype: torch.dtype | None = None) -> dict[str, Role]:
@@ -99,4 +100,4 @@ def names_of(*kinds: Kind) -> tuple[str, ...]:
 
 GROUPS, WEIGHTS, BIASES = names_of(Kind.GROUPS), names_of(Kind.WEIGHT), names_of(Kind.BIAS)
 TABLES = {**dict.fromkeys(WEIGHTS, "weight"), **dict.fromkeys(BIASES, "bias")}
-"""The arguments that may be lists of experts' tensors, and for each the kind of its address table (`host.experts`)."""
+"""{argument that may be a list of experts' tensors: the kind of its address table in `host.experts`}."""

@@ -1,8 +1,8 @@
 """Calls with DTensors (torch.distributed.tensor): each rank calls the operator with its local tensors.
 
-`DTensor.to_local` and `DTensor.from_local` are differentiable, so gradients are DTensors, too. Each dimension of the
-device mesh either replicates all arguments or splits them in a way that the operator lists (`Call.served_splits`); any
-other placement is refused. Group sizes may be plain tensors: they are the same on all ranks.
+Each dimension of the device mesh either replicates all arguments, or splits them in a way that the operator lists
+(`Call.served_splits`). Any other placement is refused. Gradients are DTensors, too, since `DTensor.to_local` and
+`DTensor.from_local` are differentiable. Group sizes may be plain tensors: they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from .memory import tensors_of
 from .roles import GROUPS
 
 SUM = "sum"
-"""A `Split` has this in place of a dimension if a tensor is the sum of the ranks' local tensors (placement Partial). A
-replicated argument is also accepted: the first rank then uses it, and the others use zeros.
+"""Stands in a `Split` for a dimension if a tensor is the sum of the ranks' local tensors (placement Partial).
+
+A replicated argument is also accepted there: the first rank then uses the argument, and the others use zeros.
 """
 MODULE = "torch.distributed.tensor"
 
 
 class Split(NamedTuple):
-    """A way in which one dimension of a mesh splits a call.
+    """A way in which one dimension of a mesh splits a call: which dimension of each argument and result is sharded.
 
     Attributes:
-        dims: by argument, the dimension that is cut, or SUM. For lists of experts, dimensions count as in the
-            packed tensor. Arguments that are not listed are replicated.
-        result: the dimension in which each result is cut, or SUM. None: results are replicated.
-        multiples: by argument, a number by which each rank's share of the cut dimension must be divisible. Default: 1.
+        dims: {argument: the dimension that is sharded, or SUM}. For lists of experts, dimensions count as in the packed
+            tensor [E, ...]. Arguments that are not listed are replicated.
+        result: the dimension in which each result is sharded, or SUM. None: results are replicated.
+        multiples: {argument: a number that must divide each rank's share of the sharded dimension}. Default: 1.
         refusal: the reason why this call cannot be split this way. Empty: it can.
     """
 
@@ -51,8 +52,9 @@ REPLICATED = Split({}, None)
 
 
 def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, bias: str) -> Split:
-    """Return the Split that divides the intermediate width I among ranks: each rank has some rows of every expert's w1,
-    and the matching columns of the matrices with I columns.
+    """Return the Split that divides the intermediate width I among ranks (tensor parallelism inside each expert).
+
+    Each rank has some rows of every expert's w1, and the matching columns of the matrices with I columns.
 
     Args:
         call: the call.
@@ -74,7 +76,7 @@ def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, 
 
 
 def dtensor() -> Any:
-    """Return the class DTensor; None if nobody has imported its module yet."""
+    """Return the class DTensor; None if its module is not imported yet, so that there are no DTensors."""
     return getattr(sys.modules.get(MODULE), "DTensor", None)
 
 
@@ -85,7 +87,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
-    """Return function(tensor); for a DTensor, apply the function to the local tensor and keep mesh and placements."""
+    """Return function(tensor). For a DTensor, apply the function to the local tensor, and keep mesh and placements."""
     if not is_dtensor(tensor):
         return function(tensor)
     made = function(tensor.to_local())
@@ -93,7 +95,7 @@ def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
 
 
 def moved_shards(tensor: Any, old: int, new: int) -> Tensor:
-    """Return a DTensor with its shards of dimension `old` redistributed to dimension `new`; other tensors unchanged."""
+    """Redistribute a DTensor that is sharded in dimension `old` to dimension `new`; return other tensors unchanged."""
     if is_dtensor(tensor):
         before, after = _placement(old, tensor), _placement(new, tensor)
         tensor = tensor.redistribute(placements=[after if one == before else one for one in tensor.placements])
@@ -188,7 +190,7 @@ def _split_of(call: Any, dim: int) -> Split:
 
 
 def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
-    """Return (name in errors, tensor) for each DTensor whose placement on mesh dimension `dim` does not fit a split."""
+    """Return the DTensors whose placement on mesh dimension `dim` does not fit a split: (name in errors, tensor)."""
     kind = dtensor()
     return [
         (label, tensor)
@@ -198,7 +200,12 @@ def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
 
 
 def _served(cut: int | str | None, value: Any) -> list[Any]:
-    """Return the placements of an argument that a split allows. `cut`: the split's entry for the argument, or None."""
+    """Return the placements that a split allows for an argument.
+
+    Args:
+        cut: the split's entry for the argument: the sharded dimension, or SUM. None: it is not listed.
+        value: the argument.
+    """
     return [_placement(one, value) for one in ((SUM, None) if cut == SUM else (cut,))]
 
 
@@ -219,8 +226,9 @@ def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
 
 
 def _check_sums(call: Any, splits: Sequence[Split]) -> None:
-    """Raise NotImplementedError if the call must be batch-invariant, and a collective adds the ranks' partial results
-    or gradients.
+    """Raise NotImplementedError if the call must be batch-invariant, but a collective would add partial results.
+
+    The partial results are the ranks' addends of a result or of a gradient.
     """
     if not call.invariant:
         return
@@ -233,9 +241,7 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 
 
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
-    """Raise ValueError if the ranks' shares of a cut dimension would be unequal, or if the cut would separate a gate
-    from its up-projection.
-    """
+    """Raise ValueError if a sharded dimension cannot be divided equally, with each gate beside its up-projection."""
     parts: dict[tuple[str, Any], int] = {}
     for dim, split in enumerate(splits):
         for name, cut in split.dims.items():
@@ -251,7 +257,7 @@ def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
 
 
 def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
-    """Return an argument with this rank's tensors instead of DTensors. `splits`: one for each dimension of the mesh."""
+    """Replace the DTensors of an argument by this rank's local tensors. `splits`: one for each mesh dimension."""
     if isinstance(value, dtensor()):
         return _local_tensor(value, [split.dims.get(name) for split in splits], splits)
     if isinstance(value, GateUp):
@@ -263,12 +269,12 @@ def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
 
 
 def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequence[Split]) -> Tensor:
-    """Return this rank's tensor of a DTensor (its shard, the whole, or its addend of a sum); differentiable.
+    """Return this rank's local tensor of a DTensor: its shard, the whole, or its addend of a sum. Differentiable.
 
     Args:
         tensor: the DTensor.
-        cuts: for each dimension of the mesh, the tensor's cut dimension, SUM, or None (replicated).
-        splits: for each dimension of the mesh, its split.
+        cuts: for each dimension of the mesh, the tensor's sharded dimension, SUM, or None (replicated).
+        splits: for each dimension of the mesh, the split of the call.
     """
     grads, is_zero = [], False
     for dim, (cut, split, placement) in enumerate(zip(cuts, splits, tensor.placements, strict=True)):
@@ -283,7 +289,7 @@ def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequenc
 
 
 def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
-    """Return this rank's results as DTensors. `splits`: one for each dimension of the mesh."""
+    """Make DTensors from this rank's results. `splits`: the split of the call, for each dimension of the mesh."""
     if isinstance(result, tuple):
         return tuple([_global(one, mesh, splits) for one in result])
     if result is None:
@@ -293,7 +299,7 @@ def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
 
 
 def _placement(cut: int | str | None, value: Any) -> Any:
-    """Return the placement of an argument, `value`: Replicate for None, Partial for SUM, Shard for a dimension."""
+    """Return the placement for `cut`: None: Replicate. SUM: Partial. A dimension of the packed `value`: Shard."""
     types = sys.modules[MODULE]
     if cut is None:
         return types.Replicate()
@@ -301,8 +307,9 @@ def _placement(cut: int | str | None, value: Any) -> Any:
 
 
 def _dim_in(cut: Any, value: Any) -> int:
-    """Return the dimension of an argument's tensors that is dimension `cut` of the packed tensor [E, ...]: one less for
-    a list, whose tensors lack E.
+    """Convert a dimension of the packed tensor [E, ...] to the dimension of the argument's own tensors.
+
+    For a list this is one less, since the tensors of a list have no dimension E.
     """
     is_list = isinstance(value, (list, tuple)) and not isinstance(value, GateUp)
     return int(cut) - is_list

@@ -1,4 +1,4 @@
-"""Checks of weights, biases and buffers of weight gradients: packed tensors [E, ...], lists of E tensors, GateUps."""
+"""Checks of weights, biases and buffers for weight gradients: packed tensors [E, ...], lists of E tensors, GateUps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .memory import ALIGNMENT_BYTES, check_disjoint
 
 
 def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide: bool = False) -> tuple[int, ...]:
-    """Check experts' tensors, packed [E, ...] or a list of E, and return the packed shape.
+    """Check experts' tensors, packed [E, ...] or a list of E tensors; return the packed shape.
 
     Args:
         op, name: the operator and the argument, for errors.
         value: the argument.
         x: the leading operand; experts must have its dtype and device.
         letters: names of the packed dimensions, for example "E 2I H".
-        wide: float32 is also allowed if x is 16-bit.
+        wide: True: float32 is also allowed if x is 16-bit.
     """
     if isinstance(value, ExpertList):
         check_like_x(op, name, value, x, wide)
@@ -71,8 +71,8 @@ def _check_expert(
         tensor: the tensor.
         x: the leading operand.
         dims: the names of the tensor's dimensions.
-        is_weight: a weight or weight gradient, not a bias.
-        wide: float32 is also allowed if x is 16-bit.
+        is_weight: True: a weight or weight gradient. False: a bias.
+        wide: True: float32 is also allowed if x is 16-bit.
     """
     if tensor.dim() != len(dims):
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
@@ -92,7 +92,10 @@ def _check_expert(
 
 
 def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
-    """Raise ValueError if weights are a transposed view: a contiguous copy may not be the matrix the caller means."""
+    """Raise ValueError if weights are a transposed view.
+
+    The usual advice, .contiguous(), could give the transpose of the matrix that the caller means.
+    """
     if not weights.is_contiguous() and weights.mT.is_contiguous():
         raise ValueError(
             f"{op}: {name} is a transposed view (strides {shape_text(weights.stride())}); give the tensor without .mT: "
@@ -102,7 +105,7 @@ def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
 
 
 def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
-    """Check a GateUp and return the shape of either tensor. `letters`: names of the dimensions, as "E I H"."""
+    """Check a GateUp; return the shape that its gate and up have in common. `letters`: their dimensions, as "E I H"."""
     for part, tensor in value._asdict().items():
         check_is_tensor(op, f"{name}.{part}", tensor, f"a tensor {shape_text(letters.split())}")
     gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
@@ -114,7 +117,7 @@ def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> 
 def check_contraction(
     op: str, name: str, shape: tuple[int, ...], columns: int, transpose_w: bool, over_rows: bool
 ) -> int:
-    """Check that the leading operand [T, columns] fits the experts' weights, and return the product's columns, N or K.
+    """Check that the leading operand [T, columns] fits the experts' weights; return the product's width, N or K.
 
     Args:
         op, name: the operator and the weight, for errors.
@@ -134,7 +137,7 @@ def check_contraction(
 
 
 def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: int) -> None:
-    """Check biases [E, width], packed or a list. None: no bias, allowed."""
+    """Check biases: packed [E, width], or a list of E [width]. None is allowed: no bias."""
     if bias is None:
         return
     shape = check_experts(op, name, bias, x, "E N")
@@ -143,7 +146,10 @@ def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: in
 
 
 def check_gradient_buffers(op: str, out: Any, x: Tensor, shape: tuple[int, int, int]) -> None:
-    """Check buffers of weight gradients [E, N, K], packed or a list of E: x's dtype, or float32 if x is 16-bit."""
+    """Check buffers for weight gradients: packed [E, N, K], or a list of E [N, K] that do not overlap.
+
+    The dtype must be x's, or float32 if x is 16-bit.
+    """
     got = check_experts(op, "out", out, x, "E N K", wide=True)
     if got != shape:
         mismatch(op, "out", got, shape, "that is the result's shape")
@@ -166,7 +172,7 @@ def check_w1(
         activation, glu_layout, transpose_w: the call's options.
 
     Returns:
-        E; 2I, or I without a gate; I.
+        (E, rows of an expert, I). An expert has 2I rows, or I without a gate.
     """
     columns, in_halves = x.shape[1], isinstance(w1, GateUp)
     name = "w1.gate" if in_halves else "w1"
@@ -187,7 +193,7 @@ def check_w1(
 
 
 def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w: bool) -> None:
-    """Raise ValueError unless the options allow w1 to be a GateUp."""
+    """Raise ValueError unless the options allow w1 as a GateUp: a gated activation, "concat", no transpose_w."""
     if activation not in GATED:
         raise ValueError(
             f"{op}: w1 is a GateUp, but activation {activation!r} has no gate; give w1 as one tensor [E, I, H]"
@@ -199,7 +205,17 @@ def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w
 
 
 def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
-    """Return I: w1's rows, or half of them if the activation has a gate. `of`: the rows' name in errors."""
+    """Return I: the number of w1's rows, or half of it if the activation has a gate.
+
+    Args:
+        op, name: the operator and the weight, for errors.
+        rows: the number of rows of an expert's w1.
+        activation, glu_layout: the call's options.
+        of: how errors call the rows.
+
+    Raises:
+        ValueError: rows do not fit activation and glu_layout.
+    """
     if activation not in GATED:
         return rows
     if rows % 2:
