@@ -16,7 +16,7 @@ from ..choose.problem import Problem
 from .launch import Line, ResultTensor
 
 ScratchPart = tuple[tuple[int, int], torch.dtype] | int
-"""A piece of scratch memory: (shape, dtype), which a kernel gets as a tensor; or a number of bytes, passed by address."""
+"""A piece of scratch memory: (shape, dtype), passed to a kernel as a tensor; or a number of bytes, only its address."""
 
 
 class PrologueStep(NamedTuple):

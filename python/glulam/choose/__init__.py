@@ -1,12 +1,14 @@
-"""Choose the kernel for a problem: the one a user prefers, else the one a tuned table names, else a shipped one.
+"""Choose the kernel for a problem: the kernel that a user prefers, else that of a tuned table, else a shipped one.
 
-A problem (`problem`) is the host's knowledge of a call: operator, sizes, dtype, options. A spec (`cute_kernels.specs`)
-describes one compiled kernel, with the tile on which it computes. A kernel serves a problem if it can compute it.
+A problem (`problem`) is what the host knows of a call: operator, sizes, dtype, options. A spec (`cute_kernels.specs`)
+describes one compiled kernel, including the tile on which it computes. A kernel "serves" a problem if it can compute
+it. "Shipped" kernels are in the bundle, the library of compiled kernels that comes with Glulam.
 
-Read the files in this order. `choose` below asks the sources one after the other. `known` has preferences and tuned
-tables, `table` their file format. `shipped` chooses among the shipped kernels: by a rule of the architecture, else by
-measured times, else by the cost model; `estimates` has these times. `specs` makes specs from the descriptions of users
-and files. `loadable` finds functions that need no compiling. `records` reads files that anybody may have written.
+Read the files in this order. `choose` below asks the three sources one after the other. `known` has preferences and
+tuned tables, `table` their file format. `shipped` chooses among the shipped kernels: by a rule of the architecture,
+else by measured times, else by the cost model; `estimates` has these times. `specs` makes specs from the descriptions
+of users and files. `loadable` finds functions that need no compiling. `records` reads files that anybody may have
+written.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ __all__ = ["Choice", "Chooser", "choose"]
 
 
 def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
-    """Return the spec that serves a problem, with the reasons. Nothing is compiled or measured.
+    """Choose the kernel for a problem; return its spec with the reasons. Nothing is compiled or measured.
 
     Args:
-        problem: if it has `world_experts`, the spec is chosen for `problem.expected`, the rows that are expected here.
+        problem: the problem. If `world_experts` is set (expert parallelism), the kernel is chosen for
+            `problem.expected`, the number of rows that are expected on this rank.
         arch: the architecture, e.g. "sm90".
         gpu: the GPU's name, by which tuned tables are found. "": no tuned table is read.
     """
@@ -49,7 +52,7 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
 
 
 def _expected_in_words(problem: Problem) -> str:
-    """Return text that says how many of a problem's rows are expected on this rank; "" if all are."""
+    """Return text that says how many of a problem's rows are expected on this rank; "" if all rows are."""
     if problem.expected_rows == problem.rows:
         return ""
     share = f"{problem.experts} of {problem.world_experts} experts are here"
@@ -66,10 +69,10 @@ def _tuned_in_words(found: known.Tuned, ships: Spec) -> str:
 
 
 class Chooser:
-    """Choose specs as `choose` does, without the reasons, for problems that differ only in their number of rows.
+    """Chooses specs as `choose` does, without reasons, for problems that differ only in their number of rows.
 
-    Everything that does not depend on rows is looked up once: preferences, the layer of a tuned table, and the shipped
-    spec for each key of `shipped.size_of`.
+    Everything that does not depend on rows is looked up once: preferences, the tuned table's entry (`table.Layer`), and
+    the shipped spec for each size class of rows (`shipped.size_of`).
 
     Args:
         problem: any of these problems.

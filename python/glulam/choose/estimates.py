@@ -1,8 +1,8 @@
-"""Estimate a problem's time on each of several tiles, from measurements of its shape if there are any, else by a model.
+"""Estimate a problem's time on each of several tiles: from measurements of its shape, else by a cost model.
 
-Each architecture has a file of measurements: every tile that was tried on the shapes of known models, at 1 to 4096 rows
-an expert; `python -m perf table` writes the file. It is read once, when the first plan is made. The cost model is also
-the architecture's.
+Each architecture has a file of measurements (`ArchPolicy.MEASURED`) and a cost model. The file has the times of every
+tile that was tried on the shapes of known models, at 1 to 4096 rows an expert. `python -m perf table` writes it. It is
+read once, when the first plan is made.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ MODELLED = "by the cost model"
 
 
 def interpolated(x: float, left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Return y at x, interpolated between two points (x, y) linearly in the logarithms of x and y."""
+    """Interpolate between two points (x, y), linearly in the logarithms of x and y; return y at x."""
     (x0, y0), (x1, y1) = left, right
     return y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)) if x1 > x0 else y0
 
 
 class Curve(NamedTuple):
-    """Measured times of one GEMM shape.
+    """Measured times of one GEMM shape, as a function of the number of rows an expert.
 
     Attributes:
-        rows: the measured numbers of rows an expert, ascending.
-        us: microseconds at each of these numbers, by the tile's name.
+        rows: the numbers of rows an expert that were measured, ascending.
+        us: {tile's name: microseconds at each number of `rows`}.
     """
 
     rows: list[int]
     us: dict[str, list[float]]
 
     def at(self, tile: str, average: float) -> float | None:
-        """Return microseconds on a tile, interpolated at `average` rows an expert.
+        """Return the microseconds on a tile, interpolated at `average` rows an expert.
 
-        None: the tile was not measured, or not at this many rows.
+        None: the tile was not measured, or `average` is outside of the measured range.
         """
         if tile not in self.us or not self.rows[0] <= average <= self.rows[-1]:
             return None
@@ -52,8 +52,11 @@ class Curve(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One architecture's measurements: the GPU that they come from, and a curve for each GEMM shape
-    (`ProblemGemm.key`).
+    """One architecture's measurements.
+
+    Attributes:
+        gpu: name of the GPU that was measured.
+        curves: a curve for each GEMM shape (`ProblemGemm.key`).
     """
 
     gpu: str
@@ -87,16 +90,21 @@ class Estimate(NamedTuple):
 
 
 def _measured_us(parts: Sequence[ProblemGemm], tile: TileConfig, known: Measured) -> float | None:
-    """Return a tile's measured time, summed over the parts (the problem's GEMMs); None if a part was not measured."""
+    """Return the sum of the measured times of a problem's GEMMs (`parts`) on a tile; None: one was not measured."""
     curves = [known.curves.get(part.key) for part in parts]
     times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
     return sum(us for us in times if us) if all(times) else None
 
 
 def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
-    """Return an `Estimate` for each tile, the fastest first. Its time is the sum over the parts (the problem's GEMMs).
+    """Estimate a problem's time on each tile; return an `Estimate` for each, the fastest first.
 
     If any time was not measured, all times come from the architecture's cost model, so that they are comparable.
+
+    Args:
+        parts: the problem's GEMMs, whose times are added.
+        tiles: the tiles.
+        arch: the architecture.
     """
     known = measured(arch)
     times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"

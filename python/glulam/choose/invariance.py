@@ -1,8 +1,9 @@
 """Batch invariance: restrict the choice to kernels that add in one order, so that no row's bits depend on other rows.
 
-A problem has one accumulation order (the order in which a GEMM adds its products) for all numbers of rows: the order of
-its widest tile (largest m) without a saved preactivation, which also serves training. A kernel with another
-accumulation order is left out, and the next wider tile with the right order serves instead.
+An accumulation order is the order in which a GEMM adds its products along K. Tiles may differ in it, and the number of
+rows decides the tile. So for batch-invariant calls one order is fixed for all numbers of rows: the order of the
+problem's widest tile (largest m) without a saved preactivation. Training uses the same order. Kernels with another
+order are left out; the next wider tile with the right order serves instead.
 """
 
 from __future__ import annotations
@@ -19,28 +20,30 @@ from .problem import Problem, changed
 Orders = tuple[Accumulation, ...]
 SWITCH = "glulam.batch_invariant(True)"
 ROUNDED = "a forward that records a gradient, without `recompute`, rounds the preactivation before the activation"
-"""Reason why an MLP with frozen weights is not batch-invariant: a recorded gradient splits its forward into three calls
-(`backward.frozen`).
+"""Why an MLP with frozen weights is not batch-invariant: with a gradient, its forward becomes three calls
+(`backward.frozen`), with a rounding between the calls.
 """
 BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 
 def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
-    """Return, for each shipped tile of a problem, the accumulation order (how products are added) of each of its
-    GEMMs."""
+    """Return {tile: accumulation order of each of the problem's GEMMs} for the shipped tiles of a problem."""
     tiles = policy_of(arch).tiles(problem)
     return {tile: accumulations_of(spec_on(problem, arch, tile)) for tile in tiles}
 
 
 def order_of(problem: Problem, arch: str) -> Orders:
-    """Return the accumulation order that a problem's GEMMs must have: training has the order of inference."""
+    """Return the accumulation order that batch-invariant kernels for this problem must have.
+
+    It is the widest tile's. Training and calls with adapters (LoRA) have the order of plain inference.
+    """
     plain = changed(problem, save_preact=False, adapted=False) if problem.save_preact else problem
     tiles = orders_by_tile(plain, arch)
     return tiles[max(tiles, key=lambda tile: tile.m)]
 
 
 def is_invariant(problem: Problem, arch: str) -> bool:
-    """Return True if every tile that ships for a problem adds products in the order that `order_of` returns."""
+    """Return True if all tiles that ship for a problem have the same, right accumulation order (`order_of`)."""
     return set(orders_by_tile(problem, arch).values()) == {order_of(problem, arch)}
 
 
@@ -62,8 +65,7 @@ def tiles_in_order(problem: Problem, arch: str) -> tuple[TileConfig, ...]:
 
 
 def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
-    """Return `tile`, chosen by a rule, if it has the problem's accumulation order; else the next wider tile that has
-    it.
+    """Return `tile` if it has the problem's accumulation order, else the next wider tile that has it.
 
     If no wider tile has this order, the widest tile that has it is returned.
 

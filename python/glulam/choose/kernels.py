@@ -1,4 +1,4 @@
-"""Find the function that launches a spec, in the bundle or the cache; `compile` makes kernels that both lack."""
+"""Find the compiled function of a spec in the bundle or the cache on disk; `compile` makes kernels that both lack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .problem import Problem, dtype_name
 
 
 class Kernel(NamedTuple):
-    """A function that launches a kernel, and its source: "shipped" (the bundle has it) or "jit" (`compile` made it)."""
+    """A function that launches a kernel, and where it comes from: "shipped": the bundle; "jit": `compile` made it."""
 
     function: Function
     source: str
@@ -48,11 +48,11 @@ def find(spec: Spec) -> Kernel:
 
 
 class ServingFunction(NamedTuple):
-    """The function that serves a problem.
+    """The function that computes a problem.
 
     Attributes:
-        function: launches the kernels.
-        draws_tickets: its kernels draw tickets, so they need the ticket counters of `host.tickets`.
+        function: the function, which launches one kernel or several.
+        draws_tickets: True: the kernels assign tiles to CTAs by counters, which `host.tickets` provides.
         signature: the function's arguments.
     """
 
@@ -62,7 +62,7 @@ class ServingFunction(NamedTuple):
 
 
 class FunctionChooser:
-    """The functions for problems that differ only in their number of rows; `at(rows)` returns one of them."""
+    """The functions for problems that differ only in their number of rows. `at(rows)` returns a `ServingFunction`."""
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
         self._chooser = Chooser(problem, gpu.arch, gpu.name)
@@ -78,7 +78,7 @@ class FunctionChooser:
 
 
 class Fixed:
-    """Stand-in for a `FunctionChooser` that returns one function for any number of rows.
+    """Replaces a `FunctionChooser` where one particular function must serve any number of rows.
 
     Args:
         spec: the function's spec.
@@ -96,9 +96,9 @@ _serving: Plans[FunctionChooser] = Plans()
 
 
 def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:
-    """Return the kept `FunctionChooser` of a problem on a GPU, which gives the function for any number of rows.
+    """Return the `FunctionChooser` of a problem on a GPU, which gives the function for any number of rows. It is kept.
 
-    Functions for different numbers of rows may differ only in their tiles.
+    The functions for different numbers of rows may differ only in their tiles.
 
     Raises:
         BundleError: see `find`.
@@ -114,11 +114,12 @@ def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:
 def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) -> Spec:
     """Compile a kernel that the bundle lacks, and prefer it from now on for every call of its form.
 
-    The form is everything except the tile: operator, dtype, activation, glu_layout, preactivation, transposition. The
-    request is checked first; then the kernel is compiled in a helper process and kept in the cache on disk, where later
-    processes find both the kernel and the preference. Nothing is compiled if the bundle or the cache has the kernel. A
-    kernel that cannot be kept on disk is preferred in this process only; later processes keep their earlier preference.
-    `glulam cache forget NAME` drops the preference, and so does preferring a spec that ships.
+    The form is everything except the tile: operator, dtype, activation, glu_layout, preactivation, transposition.
+
+    The request is checked first. Then the kernel is compiled in a helper process and kept in the cache on disk, where
+    later processes find both the kernel and the preference. Nothing is compiled if the bundle or the cache has the
+    kernel. A kernel that cannot be kept on disk is preferred in this process only; later processes keep their earlier
+    preference. `glulam cache forget NAME` drops the preference, and so does preferring a spec that ships.
 
     Args:
         spec: a spec of `cute_kernels.specs`. None: the keywords below describe the spec:
@@ -130,7 +131,7 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
         schedule: "cooperative" (default) or "pingpong";
         activation, glu_layout, save_preact, transpose_w, out_dtype, axis, arch: the spec's fields of these names;
         dgrad: for a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
-        prefer: False: compile the kernel and leave preferences as they are.
+        prefer: True: prefer the kernel. False: compile it, but leave preferences as they are.
 
     Returns:
         The spec of the kernel.
@@ -172,20 +173,17 @@ def _asked_for(spec: Spec | None, fields: dict[str, Any]) -> Spec:
 
 
 def forget_choices() -> None:
-    """Drop all choices made so far; preferences and tuned tables are read again when the next kernel is chosen."""
+    """Drop all choices and plans; preferences and tuned tables are read again when the next kernel is chosen."""
     known.forget()
     forget_plans()
 
 
 DUMMY_SIZE = 64
-"""Size of every dimension of `_dummy_arguments` except the number of rows, which is 0.
-
-It is a multiple of all layouts' blocks and of all alignments.
-"""
+"""Size of every dimension in `_dummy_arguments` except rows (0): a multiple of all block sizes and alignments."""
 
 
 def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
-    """Return arguments of the right types for one call of a spec's function with no rows, which launches no kernel."""
+    """Return arguments to call a spec's function with 0 rows, which loads the kernels but launches none."""
 
     def dummy(argument: Argument) -> Any:
         if argument.kind != TENSOR:
@@ -197,11 +195,11 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
 
 
 def preload(device: torch.device | str | int | None = None) -> int:
-    """Load all kernels that calls may use onto a GPU, so that no later call loads a kernel.
+    """Load all kernels that calls may use onto a GPU, so that first calls do not pay for loading.
 
-    These are all kernels of the bundle, and compiled kernels that calls may get. Loading takes about 0.4 ms a kernel,
-    which first calls no longer pay. A first call that is captured into a CUDA graph then gets ticket counters, as later
-    calls do (docs/design.md).
+    These are all kernels of the bundle, and the kernels compiled on this machine that calls may get. Loading takes
+    about 0.4 ms a kernel. After preloading, even a first call that is captured into a CUDA graph gets ticket counters
+    (docs/design.md), by which its kernels balance tiles among CTAs.
 
     Args:
         device: a CUDA device. None: the current one.

@@ -1,12 +1,13 @@
-"""Kernels known on this machine for a problem: those that `glulam.compile` prefers, then those that tuned tables name.
+"""Sources of kernels on this machine besides the shipped ones: preferences of `glulam.compile`, and tuned tables.
 
-Both are files in the format of `table`. Preferences lie in the folder `preferred` of the kernels' cache. The tuner's
-tables lie where $GLULAM_TUNED says, else in the folder `tuned` of the user's configuration of glulam. Files are read
-once, when the first kernel is chosen; one warning names each that is ignored. A kernel that this machine has not
-compiled is passed over as well: choosing never compiles.
+Both are files in the format of `table`. Preferences are in the folder `preferred` of the kernels' cache. The tuner's
+tables are where $GLULAM_TUNED says, else in the folder `tuned` of the user's configuration of glulam. Files are read
+once, when the first kernel is chosen; each file that is ignored gets a warning. Choosing never compiles, so a kernel
+that is not compiled on this machine is passed over.
 
 The cache may be shared, so preferences must pass the same checks as its kernels (`trust`): folder and file belong to
-this user or to root, and nobody else can write them. Both are opened relative to the folder as it was when checked.
+this user or to root, and nobody else can write them. Files are opened relative to the folder as it was when it was
+checked, so that nobody can exchange the folder in between.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ CLEAR = "run `glulam cache clear --preferred`"
 NOT_OURS = "`glulam compile` did not write it"
 DISTRUSTED = "belongs to another user, or others can write it (`chmod go-w` mends that if it is yours)"
 REACH = 2.0
-"""Tuned kernels also serve up to this factor fewer rows than were tuned, and up to this factor more."""
+"""Tuned kernels also serve row counts outside of the tuned range: down to least / REACH, and up to greatest * REACH."""
 NOISE = 0.01
-"""Between two tuned numbers of rows, a kernel replaces the shipped one only if it is faster by this share."""
+"""Between two tuned numbers of rows, a kernel replaces the shipped kernel only if it is faster by this share."""
 
 
 class Held(NamedTuple):
-    """Contents of tables that hold for this machine: the layers in sections whose stamp (GPU, versions) matches it.
+    """What tables say for this machine: the layers of all sections whose stamp (GPU, versions) matches.
 
     Attributes:
-        layers: by `Layer.key`, each layer (a problem with its kernels and their times) and its file.
-        ignored: a line of text for each file or part of a file that is ignored.
+        layers: {`Layer.key`: (layer, its file)}. A `table.Layer` is a problem with its kernels and their times.
+        ignored: a line of text for each file, or part of a file, that is ignored.
     """
 
     layers: dict[str, tuple[Layer, Path]]
@@ -57,16 +58,16 @@ class Held(NamedTuple):
 
     @property
     def preferred(self) -> dict[Spec, Spec]:
-        """Return the preferred kernels by family (`shipped.family_of`); only for layers that are preferences."""
+        """Return {family (`shipped.family_of`): preferred kernel}. Only for a Held that was read from preferences."""
         return {family_of(spec): spec for layer, _ in self.layers.values() for spec in layer.kernels.values()}
 
 
 _held: dict[str, Held] = {}
-"""Tables as they were read, by the GPU's name; preferences have the key ""."""
+"""Everything read so far: tuned tables by the GPU's name, and preferences under the key ""."""
 _preferred: dict[Spec, Spec] = {}
-"""Preferred kernels by family (a spec without its tiles): those read from disk, and those preferred in this process."""
+"""{family (a spec without its tiles): preferred kernel}, both from disk and from this process."""
 _loadable: dict[Spec, bool] = {}
-"""Results of `_is_there`, by kernel; True for all kernels that this process preferred."""
+"""{kernel: result of `_is_there`}; True for all kernels that this process preferred."""
 _lock = threading.Lock()
 
 
@@ -82,10 +83,12 @@ _REACHED = re.compile(r"/proc/self/fd/[0-9]+")
 
 @contextlib.contextmanager
 def _opened(make: bool = False) -> Iterator[Path]:
-    """Yield a path that leads to the folder of preferences, even if others put another folder in its place meanwhile.
+    """Check and open the folder of preferences; yield a path to the opened folder (/proc/self/fd/N).
+
+    The path leads to the folder that was checked, even if somebody puts another folder in its place meanwhile.
 
     Args:
-        make: make the folder if it is missing.
+        make: True: make the folder if it is missing.
 
     Raises:
         BundleForeign: another user owns the folder, or may write it.
@@ -99,14 +102,15 @@ def _opened(make: bool = False) -> Iterator[Path]:
 
 
 def _by_folder_name(text: str) -> str:
-    """Return a message with the folder's own name in place of the /proc/self/fd path that `_opened` yields."""
+    """Replace the /proc/self/fd path that `_opened` yields by the folder's own name in a message; return it."""
     return _REACHED.sub(lambda _: records.shown(folder()), text)
 
 
 def locations() -> list[Path]:
-    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH.
+    """Return the files and folders to search for tuned tables.
 
-    If it is not set: the folder `tuned` of the user's configuration of glulam.
+    They are the paths in $GLULAM_TUNED, separated as in PATH. If it is not set: the folder `tuned` of the user's
+    configuration of glulam.
     """
     chosen = os.environ.get(ENV_TUNED)
     if chosen is not None:
@@ -117,7 +121,10 @@ def locations() -> list[Path]:
 
 
 def tables() -> list[Path]:
-    """Return the files to read as tables: *.json in the folders of `locations`, and locations that cannot be listed."""
+    """Return the files to read as tuned tables: *.json in the folders of `locations`, and locations that are files.
+
+    Locations that cannot be listed for another reason are returned too, so that reading them reports the error.
+    """
     found: list[Path] = []
     for place in locations():
         try:
@@ -130,12 +137,12 @@ def tables() -> list[Path]:
 
 
 def _preferences(place: Path) -> list[Path]:
-    """Return the files of a folder that may be preferences, by their ending."""
+    """Return the *.json files of a folder, which may be preferences."""
     return sorted(place.glob("*.json"))
 
 
 def _fault(path: Path) -> str:
-    """Return why a file is not read as preferences; "" if some version of `glulam compile` wrote it."""
+    """Return text that says why a file is not read as preferences; "": some version of `glulam compile` wrote it."""
     if NAME.fullmatch(path.name) and not os.path.islink(path):
         try:
             with trust.ours().opened(path):
@@ -185,8 +192,8 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
     Args:
         paths: the files.
         gpu: the GPU's name; "" for preferences.
-        remedies: suggestions, as text, for a file that is no table, for a table of another GPU or version, and for a
-            table that is wrong in part.
+        remedies: three texts that say what to do about a file that is no table, about a table of another GPU or
+            version, and about a table that is wrong in part.
     """
     here = table.stamp_of(gpu)
     layers: dict[str, tuple[Layer, Path]] = {}
@@ -210,7 +217,7 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
 
 
 def _known(gpu: str = "") -> Held:
-    """Return the tables of a GPU, read at the first call, or for "" the preferences."""
+    """Return the tuned tables of a GPU, or for "" the preferences. They are read at the first call."""
     if (held := _held.get(gpu)) is not None:
         return held
     with _lock:
@@ -236,12 +243,12 @@ def forget() -> None:
 
 
 def ignore_preferences() -> None:
-    """Ignore the preferences of earlier processes for the rest of this one, so that benchmarks measure what ships."""
+    """Ignore the preferences on disk in this process, so that benchmarks measure the shipped kernels."""
     _held[""] = Held({}, ())
 
 
 def _sections(path: Path, dropped: str = "") -> list[Section]:
-    """Return the sections of a file of preferences without the preference for the kernel named `dropped`.
+    """Return the sections of a file of preferences, without the preference for the kernel named `dropped`.
 
     Raises:
         OSError: `glulam compile` did not write the file, or others can write it, so it must not be replaced.
@@ -258,13 +265,14 @@ def _sections(path: Path, dropped: str = "") -> list[Section]:
 
 
 def prefer(spec: Spec, keep: bool = True) -> None:
-    """Make `spec` the preferred kernel for every problem of its family, with any number of rows.
+    """Make `spec` the preferred kernel for every problem of its family (`shipped.family_of`), with any number of rows.
 
     If the preference cannot be stored, a warning says so, and later processes keep their earlier preference.
 
     Args:
-        keep: store the preference for later processes. False: its kernel could not be kept on disk, so prefer it only
-            in this process.
+        spec: the kernel.
+        keep: True: store the preference for later processes. False: prefer the kernel only in this process, because it
+            could not be kept on disk.
     """
     _preferred[family_of(spec)], _loadable[spec] = spec, True
     why_not = "its kernel was not kept"
@@ -277,8 +285,7 @@ def prefer(spec: Spec, keep: bool = True) -> None:
 
 
 def write_preference(spec: Spec) -> None:
-    """Store `spec` as the preferred kernel for every problem of its family (its spec without the tiles), for later
-    processes.
+    """Store on disk, for later processes, that `spec` is the preferred kernel of its family (`shipped.family_of`).
 
     Raises:
         OSError: the preferences cannot be written, and stay as they were.
@@ -305,7 +312,7 @@ def _rewrite(name: str, added: list[Section], dropped: str = "") -> None:
 
 
 def drop_preference(name: str) -> bool:
-    """Drop the preference for the kernel of this name, here and on disk. The kernel and all other preferences stay.
+    """Drop the preference for the kernel of this name, in this process and on disk. The kernel itself stays.
 
     Returns:
         True if there was such a preference.
@@ -329,7 +336,7 @@ def _count(path: Path) -> int:
 
 
 def clear_preferences() -> int:
-    """Forget all preferences, here and on disk: files that `compile` wrote, in whatever version.
+    """Drop all preferences, in this process and on disk: all files that any version of `compile` wrote.
 
     Returns:
         The number of preferences removed.
@@ -348,7 +355,7 @@ def clear_preferences() -> int:
 
 
 def _is_there(spec: Spec, otherwise: str) -> bool:
-    """Return True if a kernel can be loaded without compiling; if not, warn once with the text `otherwise`."""
+    """Return True if a kernel can be loaded without compiling; else warn once, with the text `otherwise`."""
     if (found := _loadable.get(spec)) is None:
         found = _loadable[spec] = loadable.is_loadable(spec)
         if not found:
@@ -357,12 +364,13 @@ def _is_there(spec: Spec, otherwise: str) -> bool:
 
 
 def preferred(problem: Problem, shipped: Spec) -> Spec | None:
-    """Return the kernel that a user prefers for a problem; None if there is none.
+    """Return the kernel that a user prefers for a problem; None: the user prefers none.
 
-    A kernel for exactly the problem's activation and gate layout comes before one that serves several.
+    A kernel for exactly the problem's activation and gate layout comes before a kernel that serves several.
 
     Args:
-        shipped: the spec that serves the problem otherwise.
+        problem: the problem.
+        shipped: the shipped spec that serves the problem without a preference.
     """
     _known()
     if not _preferred:  # making the families, up to six, takes longer
@@ -398,29 +406,29 @@ class Tuned(NamedTuple):
 
 
 def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
-    """Return the layer (times of one problem's kernels) that tuned tables have for a problem with any number of rows,
-    and the table's file.
+    """Find a problem's layer (`table.Layer`, times of its kernels at several numbers of rows) in the tuned tables.
 
     Args:
+        problem: the problem; its number of rows does not matter.
         gpu: the GPU's name. "": no table holds.
 
     Returns:
-        None if no table has such a layer.
+        (layer, the table's file); None if no table has such a layer.
     """
     layers = _known(gpu).layers if gpu else {}
     return layers.get(table.layer_key(problem)) if layers else None
 
 
 def fastest(found: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
-    """Return a layer's fastest usable kernel for its problem.
+    """Return the kernel of a tuned table that is fastest at a problem's number of rows, among the usable ones.
 
-    None: the layer has no times near the problem's number of rows, or none of its kernels can be loaded without
-    compiling and, if the problem is batch-invariant, has the right accumulation order.
+    A kernel is usable if it can be loaded without compiling and, for a batch-invariant problem, has the right
+    accumulation order. None: no kernel is usable, or the table has no times near this number of rows.
 
     Args:
-        found: the layer and its file (`tuned`).
+        found: the problem's layer and its file (result of `tuned`).
         problem: the problem, with its rows.
-        shipped: the spec that serves the problem otherwise.
+        shipped: the shipped spec that serves the problem without a table.
     """
     layer, path = found
     ranked = _ranked(layer, shipped.name, max(problem.rows, 1) / problem.experts)
@@ -436,10 +444,10 @@ def fastest(found: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned
 
 
 def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float]]:
-    """Return (name, us), best first, of the kernels that were fastest at the measured points next to `average` rows an
-    expert, and of the shipped kernel.
+    """Rank kernels by their interpolated times at `average` rows an expert; return (name, us), best first.
 
-    The list is empty if the layer has no points near `average` (see `REACH`).
+    The candidates are the kernels that were fastest at the two measured points around `average`, and the shipped
+    kernel. The list is empty if the layer has no points near `average` (see `REACH`).
     """
     if not layer.points:
         return []
@@ -463,13 +471,13 @@ def _between(left: Point, right: Point, name: str, average: float) -> float | No
 
 
 def tuned_specs(gpu: str) -> list[Spec]:
-    """Return every kernel that a table for this GPU chooses for some number of rows."""
+    """Return every kernel that a tuned table for this GPU names as the fastest for some number of rows."""
     layers = [layer for layer, _ in _known(gpu).layers.values()] if gpu else []
     return list(dict.fromkeys(layer.kernels[point.chosen] for layer in layers for point in layer.points))
 
 
 def all_loadable(gpu: str = "") -> Iterator[Spec]:
-    """Yield the preferred and tuned kernels that calls may get, as far as they can be loaded without compiling."""
+    """Yield all preferred and tuned kernels that can be loaded without compiling, so that calls may get them."""
     _known()
     yield from _preferred_of(list(_preferred))
     yield from filter(loadable.is_loadable, tuned_specs(gpu))

@@ -1,4 +1,4 @@
-"""Find functions that need no compiling: those in the bundle, and those compiled earlier and kept in the cache."""
+"""Find a kernel's function without compiling: in the bundle, or in the cache of kernels that were compiled earlier."""
 
 from __future__ import annotations
 

@@ -20,12 +20,14 @@ from .problem import Problem
 
 
 def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | None = None) -> Spec:
-    """Return the spec of a problem's kernel on a tile.
+    """Return the spec of the kernel that computes a problem on a tile.
 
     Args:
+        problem: the problem.
+        arch: the architecture.
         tile: the tile; for a grouped_mlp the tile of FC1.
         second: the tile of a grouped_mlp's FC2, of the data gradient that follows a grouped_dglu, or of a grouped_mm.
-            None: the one that ships beside `tile` (`ArchPolicy.second_tile`).
+            None: the tile that ships beside `tile` (`ArchPolicy.second_tile`).
 
     Raises:
         SpecError: there is no such kernel.

@@ -1,4 +1,4 @@
-"""A problem: what the host knows of a call (sizes, dtypes, options), from which a kernel is chosen."""
+"""Class `Problem`: everything about a call (sizes, dtypes, options) from which a kernel is chosen."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ One = TypeVar("One")
 def changed(one: One, **changes: Any) -> One:
     """Return a copy of an object with other values for the attributes in `changes`.
 
-    Unlike `dataclasses.replace` it runs neither __init__ nor __post_init__, which would take 3 to 6 us of a call's
-    time.
+    Unlike `dataclasses.replace`, this runs neither __init__ nor __post_init__, which would take 3 to 6 us of each call.
     """
     other = object.__new__(type(one))
     other.__dict__.update(one.__dict__, **changes)
@@ -33,9 +32,9 @@ class ProblemGemm(NamedTuple):
     """One GEMM of a problem.
 
     Attributes:
-        family: the family of kernels whose measured times apply: "glu" (FC1 with its activation), or a plain GEMM, "nt"
-            with weights [N, K] or "nn" with weights [K, N].
-        gemm: its sizes.
+        family: the kernels whose measured times apply: "glu": FC1 with its activation; "nt": a plain GEMM with weights
+            [N, K]; "nn": a plain GEMM with weights [K, N].
+        gemm: the sizes.
     """
 
     family: str
@@ -59,21 +58,28 @@ class Problem:
     quantize_mxfp8: x [T, in_features].
 
     Attributes:
-        rows: T. experts: E.
-        in_features, intermediate, out_features: widths in elements. intermediate: I; 0: there is none.
-        save_preact: the preactivation is stored.
-        transpose_w: each expert's weights in forward are [inputs, outputs], not [outputs, inputs]; for the first four
-            operators.
-        axis, rounded: of quantize_mxfp8: the axis of the blocks; True: round to values, False: make elements and
-            scales.
-        quantized: the caller passes x in MXFP8; for a grouped_mlp.
-        operands: the operands of the first GEMM, a key of `cute_kernels.specs.OPERANDS`. fc2_operands: those of FC2.
-        gathers: the rows of an operand of grouped_wgrad are selected by index.
-        in_halves: weights are a GateUp: one tensor for each half of x's columns; for a grouped_mm.
-        adapted: the GEMM also contracts a second pair of operands (LoRA); for grouped_mm, grouped_glu, grouped_dglu.
-        world_experts: experts of all ranks that the T choices are spread over, so that few of the T rows are used; 0:
-            only the experts here.
-        invariant: only kernels that add in one order may serve, whatever the rows (`choose.invariance`).
+        op: the operator.
+        dtype: name of a dtype, such as "bfloat16": usually the dtype of the leading argument.
+        rows: T.
+        experts: E.
+        in_features, intermediate, out_features: widths in elements, see above. intermediate is I; 0: there is none.
+        activation, glu_layout: the activation, and the order of gate and up-projection rows.
+        save_preact: True: the preactivation is stored.
+        transpose_w: True: each expert's weights in forward are [inputs, outputs], not [outputs, inputs]; for the first
+            four operators.
+        out_dtype: name of the dtype of weight gradients; for a grouped_wgrad.
+        axis: the axis of the blocks; for quantize_mxfp8.
+        rounded: True: round to values of the format; False: make elements and scales; for quantize_mxfp8.
+        quantized: True: the caller passes x in MXFP8; for a grouped_mlp.
+        operands: the operands of the first GEMM, a key of `cute_kernels.specs.OPERANDS`.
+        fc2_operands: the operands of FC2, in the same way.
+        gathers: True: the rows of an operand of grouped_wgrad are selected by index.
+        in_halves: True: weights are a GateUp, one tensor for each half of x's columns; for a grouped_mm.
+        adapted: True: the GEMM also contracts a second pair of operands (LoRA); for grouped_mm, grouped_glu and
+            grouped_dglu.
+        world_experts: with expert parallelism, the number of experts of all ranks, over which the T choices are spread;
+            so only few of the T rows are used here. 0: the T rows are spread over the experts here.
+        invariant: True: only kernels that add in one order may serve, whatever the rows (`choose.invariance`).
     """
 
     op: str
@@ -101,9 +107,9 @@ class Problem:
 
     @property
     def expected_rows(self) -> int:
-        """Return the number of rows expected here if all experts of the world are equally popular.
+        """Return the number of rows for the experts of this rank if all experts of the world are equally popular.
 
-        It is T if all experts are here.
+        It is T if all experts are on this rank.
         """
         if self.world_experts <= self.experts:
             return self.rows
@@ -111,12 +117,12 @@ class Problem:
 
     @property
     def expected(self) -> Problem:
-        """Return the problem that a kernel is chosen for: the same with `expected_rows` rows."""
+        """Return the problem for which a kernel is chosen: this problem with `expected_rows` rows."""
         return changed(self, rows=self.expected_rows, world_experts=0) if self.world_experts else self
 
     @property
     def dims(self) -> dict[str, int]:
-        """Return sizes of tensors by the names that the shapes of results use (`launch.ResultTensor`)."""
+        """Return {name: size}, with the names that shapes of results use (`launch.ResultTensor.shape`)."""
         return {
             "num_rows": self.rows, "num_groups": self.experts, "in_features": self.in_features,
             "intermediate": self.intermediate, "out_features": self.out_features, "preact_width": self.w1_rows,
@@ -129,12 +135,12 @@ class Problem:
 
     @property
     def w1_rows(self) -> int:
-        """Return the rows of an expert's w1, which are the columns of the preactivation: 2I with a gate, else I."""
+        """Return the number of rows of an expert's w1, the preactivation's columns: 2I with a gate, else I."""
         return 2 * self.intermediate if self.activation in GATED else self.intermediate
 
     @property
     def weights(self) -> tuple[tuple[int, int], ...]:
-        """Return (N, K) of each weight matrix of an expert: w1 and w2 for an MLP, else the only one."""
+        """Return (N, K) of each weight matrix of an expert: w1 and w2 for an MLP, else the only weight."""
         if not self.intermediate:
             return ((self.out_features, self.in_features),)
         w1 = self.w1_rows, self.in_features
@@ -157,7 +163,7 @@ _WITHOUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f 
 
 
 class TrainingParts(NamedTuple):
-    """The three problems whose functions a grouped_mlp's forward and backward launch."""
+    """The three problems into which training with a grouped_mlp divides: forward, data and weight gradients."""
 
     forward: Problem
     data_gradients: Problem
@@ -169,8 +175,8 @@ def training_parts(mlp: Problem, input_grad: bool = True, gathers: bool = False)
 
     Args:
         mlp: the grouped_mlp; its weights are not transposed.
-        input_grad: x's gradient is wanted.
-        gathers: rows of x are selected by index.
+        input_grad: True: x's gradient is wanted.
+        gathers: True: rows of x are selected by index.
     """
     hidden = mlp.in_features if input_grad else 0
     return TrainingParts(

@@ -1,6 +1,6 @@
 """Read and write JSON files that other users, processes and versions may write too.
 
-Contents are checked when read; a file is replaced as a whole when written.
+The types of all contents are checked when a file is read. Writing replaces the whole file at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 16 << 20
-"""Largest file that is read: the size of a table of 2000 layers. Parsing takes about twenty times the memory."""
+"""Largest file that is read: a table of 2000 layers. Parsing takes about twenty times this memory."""
 LARGEST = 1e15
-"""Largest number in a file: products and ratios of two such numbers are finite."""
+"""Largest number that a file may have, so that products and ratios of two numbers are finite."""
 
 
 def shown(path: Path | str) -> str:
-    """Return a path as one line of printable text: quoted and escaped if the path is not printable."""
+    """Return a path as one line of printable text; quote and escape it if it is not printable."""
     return str(path) if str(path).isprintable() else ascii(str(path))
 
 
@@ -68,7 +68,7 @@ def types_of(kind: Any) -> Mapping[str, Any]:
 
 
 def fields(what: str, data: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Return the fields of a JSON object as values of a dataclass's types; the object may lack fields.
+    """Convert the fields of a JSON object to the types of a dataclass's fields. The object may lack fields.
 
     Args:
         what: the object's name in messages.
@@ -85,14 +85,17 @@ def fields(what: str, data: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def typed(what: str, data: Any, kind: Any) -> Any:
-    """Return parsed JSON converted to a value of the type `kind`.
+    """Check parsed JSON, and convert it to a value of the type `kind`.
 
     Args:
         what: the value's name in messages.
         data: the parsed JSON.
-        kind: a dataclass (JSON: an object of its fields, where fields with defaults may be missing), str (a line of
-            text), float (a number above 0), another type, `kind | None`, tuple[kind, ...], dict[str, kind], or Any:
-            text, whole numbers, true, false, null and objects of these, kept unchanged.
+        kind: the type:
+            a dataclass: a JSON object of its fields; fields with defaults may be missing;
+            str: a line of text;
+            float: a number above 0;
+            `kind | None`, tuple[kind, ...], dict[str, kind], or another type such as int;
+            Any: text, whole numbers, true, false, null and objects of these, which are kept unchanged.
 
     Raises:
         ValueError: the JSON is not such a value.
@@ -149,14 +152,14 @@ def _plain(what: str, data: Any) -> Any:
 
 
 def brief(value: Any) -> str:
-    """Return a value found in a file as at most 60 printable characters, for an error message."""
+    """Return a value from a file as text of at most 60 printable characters, for an error message."""
     is_short = isinstance(value, (str, int, float, type(None))) or not value
     text = ascii(value) if is_short else f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file as a whole by one with this text, and make its folder if there is none.
+    """Replace a whole file by one with this text, atomically; make its folder if there is none.
 
     Raises:
         OSError: the file cannot be written, and stays as it was.

@@ -1,7 +1,8 @@
-"""Choose among the shipped kernels, from host data alone: sizes, dtypes and options, never values on the device.
+"""Choose among the shipped kernels by sizes, dtypes and options that the host knows, never by values on the device.
 
-Group sizes are not known to the host, so a captured graph replays the kernel that eager mode would choose. The tiles
-that ship, and the rule that chooses among them, are the architecture's (`cute_kernels.arch.ArchPolicy`).
+Group sizes are on the device, so they cannot influence the choice; a captured graph replays the kernel that eager mode
+would choose. Each architecture defines the tiles that ship, and the rule that chooses among them
+(`cute_kernels.arch.ArchPolicy`).
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ WIDTHS = {
     "grouped_dglu": ("in_features", "intermediate"),
     "grouped_wgrad": ("in_features", "out_features"),
 }
-"""By operator, the widths that a problem must have. Its keys are the operators whose kernels have a choice of tiles."""
+"""{operator whose kernels have a choice of tiles: the widths that its problems must have}."""
 TILED = tuple(WIDTHS)
 SIZES_AN_OCTAVE = 16
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen spec with the reasons.
+    """A chosen kernel with the reasons, as text.
 
     Attributes:
-        spec: the spec.
+        spec: the kernel's spec.
         why: why it was chosen.
-        why_not: why nothing faster was chosen, a line for each reason.
-        is_tuned: True if a tuned table chose the spec.
+        why_not: why no other kernel was chosen, and what could make the call faster; a line for each reason.
+        is_tuned: True if a tuned table chose the kernel.
     """
 
     spec: Spec
@@ -61,7 +62,10 @@ class Choice:
 
 
 def family_of(spec: Spec) -> Spec:
-    """Return a spec's family: the spec with a placeholder for its tiles, so that only the computation is described."""
+    """Return a spec's family: the same spec with placeholders for its tiles, so that it describes the computation only.
+
+    All kernels of one family compute the same problems.
+    """
     if isinstance(spec, GroupedMlpSpec):
         return replace(spec, fc1=family_of(spec.fc1), fc2=family_of(spec.fc2))  # type: ignore[arg-type]
     if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
@@ -80,9 +84,9 @@ def family_of(spec: Spec) -> Spec:
 
 
 def families_of(problem: Problem, arch: str) -> list[Spec]:
-    """Return the families of the kernels that serve a problem with any number of rows.
+    """Return the families (`family_of`) of all kernels that can serve a problem with any number of rows.
 
-    Kernels compiled for exactly the problem's activation and gate layout come first, then those that serve several.
+    Kernels compiled for exactly the problem's activation and gate layout come first, then kernels that serve several.
 
     Raises:
         SpecError: no kernel serves the problem.
@@ -91,7 +95,7 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
-    """Return what `families_of` returns for a problem, derived from one spec that serves the problem."""
+    """Return the result of `families_of` for a problem, derived from any spec that serves the problem."""
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
@@ -108,10 +112,10 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Return the names in `forms` whose set contains `name`, smallest set first.
+    """Return the names of the sets in `forms` that contain `name`, smallest set first.
 
     Args:
-        forms: sets of activations, or of gate layouts, for which one kernel is compiled, by the set's name.
+        forms: {name of a set: the activations, or gate layouts, that one compiled kernel serves}.
         name: an activation or gate layout.
     """
     return sorted((form for form, served in forms.items() if name in served), key=lambda form: len(forms[form]))
@@ -122,27 +126,27 @@ def microseconds(us: float) -> str:
 
 
 def estimated_rows(problem: Problem) -> int:
-    """Return the problem's number of rows, rounded, at which the times of tiles are compared.
+    """Return the problem's number of rows rounded to few values, at which the times of tiles are compared.
 
-    The mean number of rows an expert is rounded to a power of two or to one of 15 sizes between two powers.
-
-    Rounding changes the rows by about 2 %, by less than the error of estimates, and lets most new numbers of rows use
-    estimates that were made before.
+    The mean number of rows an expert is rounded to a power of two, or to one of 15 sizes between two powers. That
+    changes the rows by about 2 %, less than the error of estimates. So most new numbers of rows use estimates that were
+    made before.
     """
     step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
     return round(problem.experts * math.pow(2.0, step / SIZES_AN_OCTAVE))
 
 
 def size_of(problem: Problem, arch: str) -> Hashable:
-    """Return a key that stands for the problem's number of rows: problems that differ only in rows, and have equal
-    keys, get the same shipped tile.
+    """Return a key for the size class of the problem's rows.
+
+    Problems that differ only in rows, and have equal keys, get the same shipped tile.
     """
     check_served(problem.operands, arch)
     return policy_of(arch).fixed_tile(problem) or estimated_rows(problem)
 
 
 def shipped_choice(problem: Problem, arch: str) -> Choice:
-    """Return the choice among shipped kernels, by the architecture's rule if it has one, else by the tiles' times."""
+    """Choose among the shipped kernels: by the architecture's rule if it has one, else by the tiles' times."""
     check_served(problem.operands, arch)
     here = policy_of(arch)
     if tile := here.fixed_tile(problem):
@@ -160,11 +164,11 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
 
 
 def in_order_in_words(tile: TileConfig, usable: TileConfig) -> str:
-    """Return text that says why batch invariance lets the tile `usable` serve in place of `tile`."""
+    """Return text that says why the tile `usable` serves in place of `tile` in a batch-invariant call."""
     return f"{invariance.BY_SWITCH}, as {tile.name} does: {usable.name}"
 
 
 def shipped_specs(problem: Problem, arch: str) -> list[Spec]:
-    """Return all specs that ship for a problem, the one that serves it first."""
+    """Return all shipped specs that can serve a problem. The first is the one that is chosen."""
     others = (spec_on(problem, arch, tile) for tile in policy_of(arch).tiles(problem))
     return list(dict.fromkeys([shipped_choice(problem, arch).spec, *others]))

@@ -1,6 +1,7 @@
-"""Make specs from the descriptions of users and files: check field types, and tiles against the hardware's limits.
+"""Make specs (descriptions of kernels) from the keywords of `glulam.compile` and from files.
 
-An error names the limit of the hardware and the nearest valid tile.
+Types of fields are checked, and tiles against the hardware's limits. An error names the limit and the nearest valid
+tile.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TileError(SpecError):
 
 
 def fields_of(op: Any) -> Mapping[str, Any]:
-    """Return the fields that describe an operator's kernels, with their types: the keywords of `glulam.compile`.
+    """Return {field: type} of the fields that describe an operator's kernels. They are keywords of `glulam.compile`.
 
     Raises:
         SpecError: there is no such operator.
@@ -47,21 +48,21 @@ def fields_of(op: Any) -> Mapping[str, Any]:
 
 
 def _described_by(op: Any) -> Any:
-    """Return the spec class whose fields are the keywords; for a grouped_mlp, the class of its FC1."""
+    """Return the spec class whose fields are the keywords of an operator; for a grouped_mlp, the class of its FC1."""
     require("op", op, tuple(SPECS))
     return GroupedGluSpec if op == GroupedMlpSpec.op else SPECS[op]
 
 
 def check(spec: Spec) -> None:
-    """Raise SpecError if a spec's kernel cannot run on its architecture; making a spec does not check this."""
+    """Raise SpecError if a spec's kernel cannot run on its architecture. Constructing a spec does not check this."""
     policy_of(spec.arch).check(spec)
 
 
 def described(data: Any) -> Spec:
-    """Return the spec that a file describes in the format of `to_dict`: all fields with their types, and no others.
+    """Make a spec from its JSON in a file, which must have exactly the fields of `to_dict`.
 
     Raises:
-        ValueError: the data is not such a description, or a kernel of the spec cannot run.
+        ValueError: fields are missing, unknown or of a wrong type, or a kernel of the spec cannot run.
     """
     if not isinstance(data, dict):
         raise ValueError(f"a kernel is described by a {type(data).__name__}, not an object")
@@ -75,7 +76,11 @@ def described(data: Any) -> Spec:
 
 
 def spec_of(op: Any, fields: Mapping[str, Any]) -> Spec:
-    """Return the spec that keywords of `glulam.compile` describe. `fields`: the keywords except `op`.
+    """Make the spec that keywords of `glulam.compile` describe.
+
+    Args:
+        op: the operator.
+        fields: the keywords except `op`.
 
     Raises:
         SpecError, TypeError: see `glulam.compile`.
@@ -111,7 +116,7 @@ def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
 
 
 def _spec_on(fields: dict[str, Any], tile: TileConfig) -> Spec:
-    """Return the spec with these fields and `tile`; a grouped_mlp uses one tile for both of its GEMMs."""
+    """Make the spec with these fields on a tile; a grouped_mlp uses one tile for both of its GEMMs."""
     fields = {**fields, "tile": tile}
     if fields["op"] != GroupedMlpSpec.op:
         return from_dict(fields)
@@ -132,7 +137,8 @@ def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
     """Return all tiles on which a kernel can run.
 
     Args:
-        make: returns the kernel's spec on a tile.
+        make: function that returns the kernel's spec on a tile.
+        arch: the architecture.
         bits: size of the operands' elements.
     """
     return [tile for tile in policy_of(arch).all_tiles(bits) if _is_valid(make, tile)]
@@ -141,9 +147,9 @@ def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
 def _distance(
     shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str, tile: TileConfig
 ) -> tuple[float, ...]:
-    """Return a sort key for the distance of `tile` from a requested shape (m, n, k), cluster and schedule.
+    """Return a sort key: how far `tile` is from a requested shape (m, n, k), cluster and schedule.
 
-    The shape's distance in doublings counts first, then the schedule, then the cluster.
+    The distance of m and n in doublings counts first, then the schedule, then the cluster.
     """
     doublings = abs(math.log2(max(shape[0], 1) / tile.m)) + abs(math.log2(max(shape[1], 1) / tile.n))
     if isinstance(cluster, str):
@@ -156,12 +162,14 @@ def _distance(
 def _tile_for(
     make: MakeSpec, arch: str, shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str
 ) -> TileConfig:
-    """Return the tile with this shape, cluster and schedule, after checking that the kernel can run with it.
+    """Make the tile with this shape, cluster and schedule, and check that the kernel can run with it.
 
     Args:
-        make: returns the kernel's spec on a tile.
+        make: function that returns the kernel's spec on a tile.
+        arch: the architecture.
         shape: (m, n, k) of the tile.
         cluster: CTAs along m and n, or "adaptive".
+        schedule: "cooperative" or "pingpong".
 
     Raises:
         TileError: the tile breaks a limit; the error names the limit and the nearest valid tile.

@@ -1,9 +1,10 @@
-"""Files that say which kernel serves a layer: tables of the tuner's measurements, and preferences of `glulam.compile`.
+"""File format of tuned tables (measurements of `glulam tune`) and of preferences of `glulam.compile`.
 
-A file has sections, each with a stamp: the GPU, the versions and the kernels' sources that it holds for. A section has
-layers: a problem, kernels, and for each number of rows the times of all kernels that took part. A preference is a layer
-without rows: it names a family of kernels instead of a problem, always serves the family with its only kernel, and
-holds for one version on any GPU.
+A file has sections. Each section has a stamp (GPU, versions, hash of the kernels' sources) that says where it holds,
+and layers. A layer is a problem without its number of rows (an operator on the sizes of one layer of a model), with its
+kernels and, for several numbers of rows, the times of all kernels that took part. A preference is a layer without
+times: it names a family of kernels instead of a problem, and the only kernel that serves this family. It holds for one
+version on any GPU.
 
 A file may come from anybody. Entries that the tuner would not write, such as a kernel of another family than its
 layer's, are ignored with a message. A section of another version is kept unchanged: it may hold problems and kernels
@@ -42,9 +43,9 @@ class Stamp:
 
     Attributes:
         gpu: the GPU's name; "" for preferences.
-        versions: versions that the kernels' code depends on, by name.
+        versions: {package: version} of everything that the kernels' code depends on.
         kernels: hash of the kernels' sources; "" for preferences.
-        date, driver: when, and with which driver, the section was measured; they are not compared.
+        date, driver: when, and with which driver, the section was measured. They are not compared.
     """
 
     gpu: str
@@ -58,7 +59,7 @@ class Stamp:
         return self.gpu, tuple(sorted(self.versions.items())), self.kernels
 
     def unlike(self, here: Stamp) -> str:
-        """Return text that says how this stamp differs from `here`, the stamp of this machine; "" if it does not."""
+        """Compare with the stamp of this machine, `here`; return text that names a difference, "" if there is none."""
         if self.gpu != here.gpu:
             return f"measured on {self.gpu or 'no GPU'}, this is {here.gpu or 'no GPU'}"
         made = "measured" if self.gpu else "written"
@@ -69,7 +70,7 @@ class Stamp:
 
 
 def stamp_of(gpu: str, driver: str = "") -> Stamp:
-    """Return the stamp of measurements made now on a GPU of this name; for "", the stamp of a preference."""
+    """Make the stamp of measurements made now on a GPU of this name; for "", the stamp of a preference."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     if not gpu:
         return Stamp("", {"glulam": __version__}, "", date, "")
@@ -82,9 +83,9 @@ class Point:
 
     Attributes:
         rows_per_expert: the number of rows an expert.
-        chosen, shipped: names of the fastest kernel and of the kernel that ships for this problem.
-        gain: the shipped kernel's time over the chosen one's, in a run of the two alone.
-        us: microseconds of every kernel that took part, by the kernel's name and the routing's.
+        chosen, shipped: names of the fastest kernel, and of the kernel that ships for this problem.
+        gain: (shipped kernel's time) / (chosen kernel's time), from a separate run of only these two.
+        us: {kernel's name: {routing's name: microseconds}} of every kernel that took part.
     """
 
     rows_per_expert: float
@@ -105,7 +106,7 @@ class Point:
                 raise ValueError(f"the {name} kernel of a point has no times")
 
     def mean_us(self, name: str) -> float | None:
-        """Return a kernel's geometric mean over the routings, in microseconds; None if the kernel took no part."""
+        """Return the geometric mean of a kernel's times over the routings, in microseconds; None: not measured."""
         if name not in self.us:
             return None
         return math.exp(sum(math.log(us) for us in self.us[name].values()) / len(self.us[name]))
@@ -129,10 +130,10 @@ class Layer:
     """A problem with its kernels and their times at several numbers of rows; or a preference, which has no times.
 
     Attributes:
-        problem: the fields that identify the problem (`layer_of`); of a preference, the description of a family.
-        kernels: the specs, by the kernels' names.
+        problem: the fields that identify the problem (`layer_of`); for a preference, the description of a family.
+        kernels: {kernel's name: spec}.
         points: times of the kernels, ascending by rows.
-        unfinished: the tuner's run for this problem that was interrupted. None: no run was.
+        unfinished: the tuner's run for this problem, if it was interrupted; else None.
         others: descriptions of kernels that only another version knows.
     """
 
@@ -149,7 +150,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A layer as a file stores it: kernels as descriptions."""
+    """A `Layer` as a file stores it, with descriptions of kernels instead of specs."""
 
     problem: dict[str, Any]
     kernels: tuple[dict[str, Any], ...]
@@ -159,7 +160,7 @@ class _Written:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The layers, by `Layer.key`, that hold on one GPU with one version."""
+    """The layers that hold on one GPU with one version, by `Layer.key`."""
 
     stamp: Stamp
     layers: dict[str, Layer]
@@ -170,9 +171,9 @@ def section(stamp: Stamp, *layers: Layer) -> Section:
 
 
 def layer_of(problem: Problem) -> dict[str, Any]:
-    """Return the problem's fields that differ from their defaults: they identify a layer.
+    """Return the fields of a problem that identify its layer: those that differ from their defaults.
 
-    Left out are `rows`, `world_experts` and `invariant`, which decide among a layer's kernels.
+    `rows`, `world_experts` and `invariant` are left out: they only decide among a layer's kernels.
     """
     deciding = "rows", "world_experts", "invariant"
     fields = {field.name: field.default for field in dataclasses.fields(problem) if field.name not in deciding}
@@ -186,7 +187,7 @@ def layer_key(problem: Problem) -> str:
 
 
 def check(problem: Problem) -> None:
-    """Raise ValueError if no kernel with a tile serves a problem, with any number of rows."""
+    """Raise ValueError if no kernel with a choice of tiles serves a problem, with any number of rows."""
     if problem.op not in shipped.TILED:
         raise ValueError(f"op is {problem.op!r}; choose one of {', '.join(shipped.TILED)}")
     for name in ("experts", "in_features", "intermediate", "out_features"):
@@ -200,7 +201,7 @@ def check(problem: Problem) -> None:
 
 
 class Content(NamedTuple):
-    """The sections of a file, and a line of text for each thing that is wrong with it."""
+    """The valid sections of a file, and a line of text for each thing that is wrong with the file."""
 
     sections: list[Section]
     wrong: list[str]
@@ -211,11 +212,11 @@ def first_of(lines: Sequence[str]) -> str:
 
 
 def read(path: Path) -> list[Section]:
-    """Return the sections of a file.
+    """Read a file strictly; return its sections.
 
     Raises:
-        ValueError: a message of one line: the file is no table, has another schema, or holds something that the tuner
-            does not write.
+        ValueError: the file is no table, has another schema, or holds something that the tuner does not write. The
+            message has one line.
     """
     sections, wrong = content(path)
     if wrong:
@@ -225,10 +226,10 @@ def read(path: Path) -> list[Section]:
 
 
 def content(path: Path) -> Content:
-    """Return the sections of a file, and what is wrong with it.
+    """Read a file; return its valid sections, and what is wrong with the rest.
 
     Raises:
-        ValueError: a message of one line: the file is no table, or has another schema.
+        ValueError: the file is no table, or has another schema. The message has one line.
     """
     try:
         return _parsed(records.read(path))
@@ -254,10 +255,10 @@ def _parsed(data: dict[str, Any]) -> Content:
 
 
 def _section(found: Content, data: Any, where: str) -> Section:
-    """Return a section without its wrong layers; each of these adds a line to `found.wrong`.
+    """Convert a section's JSON. Wrong layers are left out, and each adds a line to `found.wrong`.
 
     Args:
-        found: sections read before, and lines about what is wrong.
+        found: the sections read so far, and the lines about what is wrong.
         data: the section's JSON.
         where: the section's name in messages.
 
@@ -284,10 +285,16 @@ def _section(found: Content, data: Any, where: str) -> Section:
 
 
 def _layer(data: _Written, stamp: Stamp, is_ours: bool) -> Layer:
-    """Return the layer that a file stores. Raises ValueError if it is wrong.
+    """Convert a stored layer to a `Layer`.
 
     Args:
-        is_ours: this version wrote it, so its problems and kernels are known and get checked.
+        data: the stored layer.
+        stamp: the stamp of its section.
+        is_ours: True: this version wrote it, so its problem and kernels are known, and are checked. False: they are
+            kept as descriptions.
+
+    Raises:
+        ValueError: the layer is wrong.
     """
     points = tuple(sorted(data.points, key=lambda point: point.rows_per_expert))
     if len({point.rows_per_expert for point in points}) < len(points):
@@ -306,7 +313,7 @@ def _layer(data: _Written, stamp: Stamp, is_ours: bool) -> Layer:
 
 
 def _problem(data: dict[str, Any]) -> Problem:
-    """Return the problem, with 0 rows, from the fields that `layer_of` returns. Raises ValueError for other fields."""
+    """Make a problem with 0 rows from the fields that `layer_of` returns. Raises ValueError for other fields."""
     problem: Problem = records.typed("its problem", {"rows": 0, **data}, Problem)
     check(problem)
     if layer_of(problem) != data:
@@ -323,14 +330,14 @@ def _check_families(problem: Problem, kernels: Sequence[Spec]) -> None:
 
 
 def preference(spec: Spec) -> Section:
-    """Return the section that stores the preference for a kernel."""
+    """Make the section that stores the preference for a kernel."""
     return section(stamp_of(""), Layer(to_dict(shipped.family_of(spec)), {spec.name: spec}))
 
 
 def merged(sections: Iterable[Section]) -> list[Section]:
-    """Merge sections with the same stamp (dates aside).
+    """Merge sections whose stamps are equal except for date and driver.
 
-    If two of them have a point at the same number of rows, the later one is kept.
+    If two sections have times at the same number of rows, those of the later section are kept.
     """
     result: dict[tuple[Any, ...], Section] = {}
     for each in sorted(sections, key=lambda each: each.stamp.date):
@@ -370,7 +377,7 @@ def _to_dict(section: Section) -> dict[str, Any]:
 
 
 def _indented(value: Any, depth: int = 0) -> str:
-    """Return JSON in which each value that contains no list of objects takes one line."""
+    """Return JSON text in which each value that contains no list takes one line."""
     indent = " " * (depth + 1)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(indent + _indented(item, depth + 1) for item in value) + "\n" + " " * depth + "]"
@@ -381,10 +388,12 @@ def _indented(value: Any, depth: int = 0) -> str:
 
 
 def write(path: Path, sections: Sequence[Section], read: Callable[[Path], list[Section]] = read) -> None:
-    """Add sections to a file, under a lock, since other processes may be doing the same.
+    """Add sections to a file. A lock protects against other processes that write the same file.
 
     Args:
-        read: returns the sections that the file has already, or raises.
+        path: the file.
+        sections: the sections to add; see `merged`.
+        read: function that returns the sections that the file has already, or raises.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,8 @@
-"""Questions about GPUs, streams, captures and traces, and the choice of the architecture whose kernels serve a GPU.
+"""Queries about GPUs, streams, captures and traces, and the choice of the architecture whose kernels serve a GPU.
 
-`raw_stream`, `current` and `is_capturing` are asked at each call, where torch's public functions
-(`torch.cuda.current_stream()`: 1 us) would cost more than the rest of the call. They are torch's private functions; if
-such a name is missing, the public function is used.
+`raw_stream`, `current` and `is_capturing` run at each call. There, torch's public functions
+(`torch.cuda.current_stream()`: 1 us) would cost more than the rest of the call, so torch's private functions are used.
+If a private function is missing in a version of torch, the public function is used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from ..errors import UnsupportedDevice
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
 ENV_ARCH = "GLULAM_ARCH"
-"""Environment variable that names the architecture whose kernels serve every GPU that can run them, tested or not."""
+"""Environment variable with the name of an architecture, whose kernels then serve every GPU that can run them, tested
+or not."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
 TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
-"""States of an architecture's kernels on a GPU. TESTED: our tests passed. VALIDATED: `glulam validate` passed on this
-machine. NEVER_RUN: nobody has seen their results.
+"""States of an architecture's kernels on a GPU.
+
+TESTED: Glulam's developers ran the tests on such a GPU, and they passed. VALIDATED: `glulam validate` passed on this
+machine. NEVER_RUN: neither, so nobody has seen the kernels' results.
 """
 
 
@@ -43,7 +46,7 @@ def _raw_stream(index: int) -> int:
 
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
-"""Called with a device's index: returns the handle of torch's current stream there; 0 is the legacy default stream."""
+"""raw_stream(index) returns the handle of torch's current stream on a device; 0 is the legacy default stream."""
 
 current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Returns the index of the current device."""
@@ -64,9 +67,10 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def capture_id() -> Any:
-    """Return an identifier of the graph capture that the current stream belongs to, constant during the capture.
+    """Return an identifier of the graph capture to which the current stream belongs. It is constant in a capture.
 
-    It is the driver's number, which torch does not expose; if the driver cannot tell, an object that equals no other.
+    It is the driver's number, which torch does not expose. If the driver gives none, it is a new object, which equals
+    no other.
     """
     status, number, driver = ctypes.c_int(), ctypes.c_uint64(), _driver()
     if driver is not None and hasattr(driver, "cuStreamGetCaptureInfo_v2"):
@@ -81,11 +85,11 @@ Result = TypeVar("Result")
 
 
 def on_own_thread(make: Callable[[], Result]) -> Result:
-    """Return make(), called on a separate thread with the current device and stream: for memory that outlives the call.
+    """Call make() on a new thread, with the current device and stream, and return its result.
 
-    A memory pool of torch takes all that a thread allocates while the pool is in use. Pools are in use under
-    `torch.cuda.use_mem_pool`, and in compiled functions that warm up for CUDA graphs, which raise an error if memory in
-    their pool outlives a call.
+    Use this to allocate memory that outlives the call. While a memory pool of torch is in use, it takes everything that
+    its thread allocates; a new thread is outside of the pool. Pools are in use under `torch.cuda.use_mem_pool`, and in
+    compiled functions that warm up for CUDA graphs, which raise an error if memory in their pool outlives a call.
     """
     if not torch.cuda.is_initialized():
         return make()
@@ -100,7 +104,7 @@ def on_own_thread(make: Callable[[], Result]) -> Result:
 
 
 def other_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a new, idle stream is current; without a GPU the context does nothing."""
+    """Return a context in which a new, idle stream is current. On other devices than GPUs it does nothing."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
@@ -111,8 +115,8 @@ class Gpu(NamedTuple):
         name: the GPU's name.
         arch: the architecture whose kernels serve it.
         sm_count: the number of SMs.
-        passed_over: a better architecture that was skipped because its kernels are untried (`passed_over`); empty:
-            none.
+        passed_over: a better architecture that does not serve because its kernels were never run (the function
+            `passed_over`). Empty: there is none.
     """
 
     name: str
@@ -123,10 +127,11 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu(index: int) -> Gpu:
-    """Return the properties of the GPU of an index.
+    """Return the properties of the GPU with this index.
 
     Raises:
-        UnsupportedDevice: no kernel runs on the GPU, or its kernels were never run there and that is not allowed.
+        UnsupportedDevice: no kernel runs on the GPU; or the kernels were never run on such a GPU, and
+            $GLULAM_ALLOW_UNVALIDATED does not allow that.
     """
     properties = torch.cuda.get_device_properties(index)
     found, name = (properties.major, properties.minor), properties.name
@@ -145,7 +150,7 @@ def gpu(index: int) -> Gpu:
 
 
 def allows_unvalidated() -> bool:
-    """Return True if kernels whose results nobody has seen may serve."""
+    """Return True if $GLULAM_ALLOW_UNVALIDATED is 1: kernels in state NEVER_RUN may serve."""
     return os.environ.get(ENV_UNVALIDATED) == "1"
 
 
@@ -162,33 +167,37 @@ def state_of(arch: str, gpu: str) -> str:
 
 
 def is_untried(arch: str, gpu: str) -> bool:
-    """Return True if an architecture's name ends in "a" (kernels for one compute capability alone), and neither our
-    tests nor `glulam validate` on this machine passed with its kernels on a GPU of this name.
+    """Return True if an architecture is for one compute capability alone (its name ends in "a"), and NEVER_RUN.
+
+    NEVER_RUN means that neither the developers' tests nor `glulam validate` on this machine passed with its kernels on
+    a GPU of this name.
     """
     return arch.endswith("a") and state_of(arch, gpu) == NEVER_RUN
 
 
 def prefer_tried(archs: Sequence[str], gpu: str) -> str | None:
-    """Return the first of `archs` that is not untried; if all are untried, the first; None if `archs` is empty."""
+    """Return the first of `archs` that `is_untried` does not exclude; else the first; None if `archs` is empty."""
     return next((arch for arch in archs if not is_untried(arch, gpu)), next(iter(archs), None))
 
 
 def has_bundle(arch: str) -> bool:
-    """Return True if there is a bundle for an architecture."""
+    """Return True if there is a bundle (library of compiled kernels) for an architecture."""
     return (loader.bundle_root() / arch / manifest.FILE).is_file()
 
 
 def supported() -> str:
-    """Return a text that lists the architectures and GPUs of each."""
+    """Return text that lists the architectures, with the GPUs of each."""
     return ", ".join(f"{'.'.join(map(str, capability(arch)))} ({arch}), as {ARCHS[arch].gpus}" for arch in ARCHS)
 
 
 def arch_of(device: tuple[int, int], gpu: str) -> str | None:
-    """Return the architecture whose kernels serve GPUs of a compute capability and a name; None if there is none.
+    """Choose the architecture whose kernels serve a GPU; None if there is none.
 
-    GLULAM_ARCH chooses it if set. Otherwise it is the best architecture with a bundle whose kernels were tested, or
-    validated here; otherwise the choice of `prefer_tried` among architectures with a bundle, or among all if there is
-    no bundle.
+    The first of these that applies:
+      1. GLULAM_ARCH, if it is set.
+      2. The only usable architecture that has a bundle.
+      3. The best architecture with a bundle whose kernels were tested, or validated on this machine.
+      4. The choice of `prefer_tried` among architectures with a bundle, or among all if there is no bundle.
 
     Args:
         device: the compute capability, (major, minor).
@@ -213,8 +222,9 @@ def arch_of(device: tuple[int, int], gpu: str) -> str | None:
 
 
 def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
-    """Return the best architecture for a GPU if `arch` serves in its place because the best one's kernels are untried;
-    otherwise "", also if GLULAM_ARCH chose `arch`.
+    """Return the best architecture for a GPU, if `arch` serves instead because the best one's kernels were never run.
+
+    "": `arch` is the best architecture, or GLULAM_ARCH chose it.
     """
     best = serving(device)[0]
     if best == arch or os.environ.get(ENV_ARCH):
@@ -223,7 +233,7 @@ def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
 
 
 def why_passed_over(best: str, arch: str) -> tuple[str, str]:
-    """Return two texts: why kernels of `arch` serve instead of kernels of `best`, and commands that try the latter."""
+    """Return two texts: why kernels of `arch` serve instead of kernels of `best`, and commands that try `best`."""
     validate = f"`{ENV_ARCH}={best} glulam validate`"
     if has_bundle(best):
         return f"the {best} kernels were {NEVER_RUN} here; the {arch} kernels serve", f"{validate} tries them"
@@ -232,7 +242,7 @@ def why_passed_over(best: str, arch: str) -> tuple[str, str]:
 
 
 def parsed(caller: str, device: Any) -> torch.device:
-    """Return the torch.device of a caller's argument `device`; an integer is the index of a GPU.
+    """Convert a caller's argument `device` to a torch.device; an integer is the index of a GPU.
 
     Raises:
         TypeError, ValueError: the argument is not a device.
@@ -249,7 +259,7 @@ def parsed(caller: str, device: Any) -> torch.device:
 
 
 def cuda_index(caller: str, device: Any) -> int:
-    """Return the index of the GPU of a caller's argument `device`. None: the current GPU.
+    """Convert a caller's argument `device` to the index of a GPU. None: the current GPU.
 
     Raises:
         TypeError, ValueError: the argument is not a GPU that torch sees.
@@ -267,7 +277,7 @@ def cuda_index(caller: str, device: Any) -> int:
 
 
 def is_traced(value: Any) -> bool:
-    """Return True for a fake, meta or wrapper tensor: it has no memory, and torch's dispatcher handles it."""
+    """Return True for a meta tensor or a tensor subclass (fake, wrapper): torch's dispatcher must handle it."""
     return isinstance(value, torch.Tensor) and (type(value) not in PLAIN_TENSORS or value.is_meta)
 
 
@@ -277,14 +287,14 @@ _jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def is_watched() -> bool:
-    """Return True if every operator must go through torch's dispatcher; torch.compile does not count.
+    """Return True if every operator must go through torch's dispatcher, so that a dispatch mode or trace sees it.
 
-    This is so under a dispatch mode (make_fx, selective checkpoints, FLOP counters) or torch.jit.trace: both could
-    otherwise record a call on plain tensors as a constant.
+    This is so under a dispatch mode (make_fx, selective checkpoints, FLOP counters) or torch.jit.trace. Otherwise they
+    could record the result of a call on plain tensors as a constant. torch.compile does not count here.
     """
     return not is_dynamo_compiling() and (dispatch_modes() > 0 or _jit_trace() is not None)
 
 
 def has_single_gpu() -> bool:
-    """Return True if there is one GPU, so that the current device need not be asked."""
+    """Return True if the process sees one GPU, so that the current device never has to be queried or changed."""
     return torch.cuda.device_count() == 1

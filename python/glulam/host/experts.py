@@ -1,12 +1,13 @@
 """Address tables for experts' tensors (weights, biases, gradients) that are given as a list with one tensor an expert.
 
-There are three kinds of tables, "weight", "bias" and "gradient". Gradients have their own, since tensors that are
-written pass one more check (no two overlap) than tensors that are read.
+Kernels find the experts of such a list by a table of addresses on the device. There are three kinds of tables,
+"weight", "bias" and "gradient". Gradients have their own kind, since tensors that are written pass one more check (no
+two overlap) than tensors that are read.
 
 Building a table costs a host-to-device copy, so tables are kept, by the addresses that they hold. A table depends on
-addresses only. Which tensors were last checked at these addresses is remembered separately (`Table.checked`), and
-forgotten as soon as one of these tensors dies, since its memory may then hold anything. A call holds the tables that it
-reads, so that another thread may drop them from the cache meanwhile.
+addresses only. `Table.checked` remembers which tensors at these addresses passed the checks; it is reset as soon as one
+of these tensors dies, since its memory may then hold anything. A call holds the tables that it reads, so that another
+thread may drop them from the cache meanwhile.
 
 Tables and CUDA graphs: a table that a captured call used is never freed, since a replay may read it at any later
 time. That costs 8 bytes an expert for each list captured. A list that is first seen under capture gets a table in the
@@ -39,10 +40,10 @@ _kept_for_graphs: dict[int, tuple[Any, ...]] = {}
 
 
 class GateUp(NamedTuple):
-    """w1 as two tensors, for an activation with a gate; neither is copied: h = [x gate_e^T, x up_e^T] + b1_e.
+    """w1 as two tensors, gate and up, for an activation with a gate: h = [x gate_e^T, x up_e^T] + b1_e. No copies.
 
-    A GateUp replaces w1 [E, 2I, H] of glu_layout "concat", in 16-bit recipes; biases and preactivations have both
-    halves.
+    Pass it in place of w1 [E, 2I, H] of glu_layout "concat", in 16-bit recipes. Biases and preactivations are not
+    divided: they hold both halves.
 
     Attributes:
         gate: [E, I, H], the half whose product is activated; contiguous, anywhere in memory.
@@ -73,14 +74,14 @@ class GateUp(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Properties of a list's tensors at their last check; a table keeps them as `Table.checked`.
+    """Properties of a list's tensors when they last passed all checks; a table keeps them as `Table.checked`.
 
     Attributes:
         shape, dtype: the shape and dtype of each tensor.
         lowest: index of the tensor at the lowest address.
         begin, end: addresses between which all tensors lie.
-        ids: the tensors' ids, valid while all tensors live.
-        alive: weak references to the tensors; when a tensor dies, a callback resets `Table.checked`.
+        ids: Python's id() of each tensor, valid while all tensors live.
+        alive: weak references to the tensors; when a tensor dies, their callback resets `Table.checked`.
     """
 
     shape: torch.Size
@@ -92,26 +93,27 @@ class _Checked(NamedTuple):
     alive: tuple[weakref.ref[Tensor], ...]
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is plain and contiguous and has the checked shape and dtype."""
+        """Return True if a tensor at a known address is plain and contiguous, and has the checked shape and dtype."""
         is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
         return is_plain and tensor.shape == self.shape and tensor.dtype == self.dtype
 
 
 class Table:
-    """The addresses of a list of experts' tensors, on the device: int64 [E], valid as long as this object lives.
+    """A table on the device, int64 [E], of the addresses of a list of experts' tensors.
 
-    The table does not keep the tensors alive. Code that passes its address to a kernel must hold the table until the
-    kernel is enqueued: another thread may drop it from the cache at any time.
+    The table does not keep the tensors alive. Its memory is valid as long as this object lives. So code that passes the
+    table's address to a kernel must hold this object until the kernel is enqueued: another thread may drop the table
+    from the cache at any time.
 
     Attributes:
-        values: int64 [E]: for weights and gradients, offsets from the lowest expert in 16-byte units; for biases,
+        values: int64 [E]. For weights and gradients: offsets from the lowest expert, in 16-byte units. For biases:
             addresses.
         address: the address of `values`.
         index: the device's index.
         mark: a number that no other table has.
         streams: handles of the streams on which the table was used.
-        checked: the tensors that were last checked at these addresses. None: none yet, or one of them has died. The
-            object is replaced as a whole, so that another thread never sees a partial change.
+        checked: properties of the tensors at these addresses that last passed the checks. None: no tensors did yet, or
+            one of them has died. The object is replaced as a whole, so that another thread never sees a partial change.
     """
 
     __slots__ = ("__weakref__", "address", "checked", "index", "mark", "streams", "values")
@@ -126,7 +128,7 @@ class Table:
         self.checked: _Checked | None = None
 
     def note(self, tensors: Sequence[Tensor]) -> _Checked:
-        """Remember tensors that were just checked, and return them as `_Checked`."""
+        """Store the properties of tensors that just passed the checks in `checked`, and return them."""
         addresses = list(map(_data_ptr, tensors))
         begin, end = min(addresses), max(addresses) + tensors[0].nbytes
         this = weakref.ref(self)
@@ -137,7 +139,7 @@ class Table:
         return checked
 
     def use(self) -> None:
-        """Keep the table's memory until the current stream's work is done, or forever if this work is captured."""
+        """Keep the table's memory until the work of the current stream is done; forever if the work is captured."""
         if gpus.is_capturing():
             _kept_for_graphs[self.address] = (self.values,)
         stream = gpus.raw_stream(self.index)
@@ -153,18 +155,19 @@ def _forget(table: weakref.ref[Table]) -> None:
 
 
 class ExpertList:
-    """A checked list of experts' tensors with its table; it replaces a packed tensor during one call.
+    """A list of experts' tensors that passed the checks, with its table. A call has it in place of a packed tensor.
 
     Attributes:
         shape: ("list", E, *shape of one expert). It never equals a packed tensor's shape, so no plan serves both.
         dtype: the dtype of all experts.
         device, index: the device and its index.
         tensors: the experts.
-        lowest: for weights and gradients, the expert at the lowest address as [1, N, K]. None for biases.
+        lowest: for weights and gradients, the expert at the lowest address as [1, N, K], from which the table's offsets
+            count. None for biases.
         address: the address of the table.
         begin, end: addresses between which all experts lie.
-        mark: a number that no other list of addresses has, used where a packed tensor has its address.
-        table: the table, which so lives until the call's kernels are enqueued.
+        mark: a number that no other list of addresses has. It serves as `data_ptr`, to recognise known addresses.
+        table: the table; holding it here keeps its memory until the call's kernels are enqueued.
     """
 
     __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "mark", "shape", "table", "tensors")
@@ -181,7 +184,7 @@ class ExpertList:
         self.lowest = None if kind == "bias" else tensors[checked.lowest].unsqueeze(0)
 
     def is_contiguous(self) -> bool:
-        """Return True: all experts passed this check."""
+        """Return True, since all experts passed this check."""
         return True
 
     @property
@@ -194,20 +197,19 @@ class ExpertList:
         return self.index
 
     def data_ptr(self) -> int:
-        """Return the list's mark, a number that no other list of addresses has, where a packed tensor has its
-        address."""
+        """Return the list's mark, which identifies its addresses as the address of a packed tensor would."""
         return self.mark
 
 
 def with_kept_table(kind: str, tensors: Sequence[Tensor]) -> Any:
-    """Return an ExpertList, ready for the current stream, if tensors at these addresses passed the checks before.
+    """Replace a list by an ExpertList if its table is kept and its tensors passed the checks before. For each call.
 
     Args:
         kind: "weight", "bias" or "gradient".
         tensors: the list.
 
     Returns:
-        The ExpertList, or `tensors` itself.
+        The ExpertList, ready for the current stream; or `tensors` itself, if the list is new or must be checked again.
     """
     first = tensors[0]
     if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
@@ -223,12 +225,11 @@ def with_kept_table(kind: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
-    """Return an ExpertList with a table of the tensors' addresses, the kept one or a new one, ready for the current
-    stream.
+    """Make an ExpertList of a list that was just checked, with a kept or new table, ready for the current stream.
 
     Args:
         kind: "weight", "bias" or "gradient".
-        tensors: the list, whose tensors were just checked.
+        tensors: the list.
 
     Raises:
         CaptureError: a table must be made under graph capture, and pinned memory cannot be allocated there.
@@ -238,7 +239,7 @@ def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
 
 
 def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
-    """Return the table for these addresses, the kept one or a new one, ready for the current stream."""
+    """Return the kept table for these addresses, or make one. It is ready for the current stream."""
     if table := _tables.get((kind, addresses)):
         table.use()
         return table
@@ -259,7 +260,7 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
 
 
 def _captured_table(values: list[int], device: torch.device) -> Table:
-    """Return a table in the graph's memory, which the graph fills by a copy. The copy's host memory is never freed."""
+    """Make a table in the memory of the graph being captured. Replays fill it from host memory that is never freed."""
     try:
         host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
     except RuntimeError as error:

@@ -1,5 +1,6 @@
-"""Group sizes as callers pass them: `offs` (cumulative ends) on the device, or `splits` (row counts) on the device or
-in host memory.
+"""Group sizes as callers pass them: reading them back, checking them, copying them to the device, and warnings.
+
+Callers pass `offs` (cumulative ends) on the device, or `splits` (row counts) on the device or in host memory.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from . import device as gpus
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
-"""Values of a kernel argument that tells the type of group sizes. OFFS_OF_CALL: a kernel of the same call writes the
-offs.
-"""
+"""Values of a kernel argument for the type of group sizes. OFFS_OF_CALL: offs that a kernel of the same call writes."""
 
 Splits = Tensor | Sequence[int]
 
@@ -31,13 +30,14 @@ OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
 
 UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
 REACH_NO_RESULT = "rows after them reach no result"
-"""Texts for `declare` on rows after the last group: UNINITIALISED for operators with a result row for each row,
-REACH_NO_RESULT for operators that only sum over rows.
+"""Texts for `declare`: what happens to rows after the last group.
+
+UNINITIALISED is for operators with a result row for each row, REACH_NO_RESULT for operators that only sum over rows.
 """
 
 
 class _Grouped(NamedTuple):
-    """The arguments `leads` and `after_groups` of `declare` for one operator."""
+    """An operator's leading argument and text on rows after the last group, as passed to `declare`."""
 
     leads: str
     after_groups: str
@@ -52,7 +52,8 @@ def declare(op: str, leads: str, after_groups: str = "") -> None:
     Args:
         op: the operator's name.
         leads: the argument that determines T, dtype and device of the others.
-        after_groups: text on rows after the last group, for the warning that groups do not fill T. Empty: do not warn.
+        after_groups: text that says what happens to rows after the last group, for the warning that groups do not fill
+            T. Empty: do not warn.
     """
     _operators[op] = _Grouped(leads, after_groups)
 
@@ -70,10 +71,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 class part_of:
-    """Context in which operators are called as parts of `op`, the operator that the user called.
+    """Context for the operators that `op`, the operator that the user called, calls itself.
 
-    Errors and warnings about groups name `op`. If `op` is OF_A_TRACE, operators keep their own names and do not warn.
-    In nested contexts the outermost one counts.
+    Errors and warnings about groups then name `op`. If `op` is OF_A_TRACE, operators keep their own names and do not
+    warn. If contexts are nested, the outermost one counts.
     """
 
     __slots__ = ("_op", "_outer")
@@ -90,12 +91,12 @@ class part_of:
 
 
 def caller(op: str) -> str:
-    """Return the operator that `op` is called as a part of, or `op` itself."""
+    """Return the operator that the user called: the one of the active `part_of`, or `op` itself."""
     return _caller.op or op
 
 
 def leading(op: str) -> str:
-    """Return the argument of an operator that determines T, dtype and device of the others; checks call it x."""
+    """Return the name of an operator's leading argument, which determines T, dtype and device; "x" by default."""
     return _operators[op].leads if op in _operators else "x"
 
 
@@ -105,7 +106,12 @@ def _after_groups(op: str) -> str:
 
 
 def code_of(groups: Tensor, is_offs: bool) -> int:
-    """Return the kernel argument that tells the type of group sizes. `is_offs`: they are offs, not splits."""
+    """Return the kernel argument for the type of group sizes: OFFS_INT32, SPLITS_INT32 or SPLITS_INT64.
+
+    Args:
+        groups: the group sizes.
+        is_offs: True: they are offs. False: splits.
+    """
     if is_offs:
         return OFFS_INT32
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32
@@ -138,7 +144,7 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
 
 
 def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
-    """Return the end row of each group as a checked list; errors as in `ends`."""
+    """Do the work of `ends` except for the warning."""
     if offs is not None:
         what, values = "offs end at", offs.tolist()
     else:
@@ -161,7 +167,7 @@ def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> lis
 
 
 def _integer(op: str, value: object) -> int:
-    """Return an element of splits as an integer. Raises TypeError."""
+    """Convert an element of splits to an integer. Raises TypeError if it is none."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -180,9 +186,9 @@ def is_after_groups(rows: Tensor, offs: Tensor | None = None, splits: Any = None
 
 
 def with_spare_rows(groups: Tensor) -> Tensor:
-    """Mark group sizes that may end before T by design, as a Routing's do: `ends` does not warn of them.
+    """Mark group sizes that end before T by design, as a Routing's may, so that `ends` does not warn; return them.
 
-    The mark is an attribute of this tensor object: it ends with the tensor, and copies other than `copy.deepcopy`'s do
+    The mark is an attribute of this tensor object: it ends with the object, and copies other than `copy.deepcopy`'s do
     not have it.
     """
     if isinstance(groups, Tensor) and not torch.compiler.is_compiling():  # compiled code never warns
@@ -191,7 +197,7 @@ def with_spare_rows(groups: Tensor) -> Tensor:
 
 
 def _warn_of_rows_after(op: str, is_offs: bool, ends: list[int], rows: int) -> None:
-    """Warn that groups end before the last row, once in this process for each operator and likely cause."""
+    """Warn that groups end before the last row: once in this process for each pair of operator and likely cause."""
     if not is_offs:
         cause, hint = "splits", "Check that splits count every row"
     elif sum(ends) == rows:
@@ -212,12 +218,12 @@ def _warn_of_rows_after(op: str, is_offs: bool, ends: list[int], rows: int) -> N
 
 
 def forget_warnings() -> None:
-    """Forget the warnings that were given, so that they are given again."""
+    """Forget which warnings were given, so that they are given again."""
     _warned.clear()
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel`, seen from the caller, of the first frame that is neither Glulam's nor torch's."""
+    """Return the `stacklevel` for warnings.warn that points at the first frame outside of Glulam and torch."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("glulam", "torch"):
@@ -226,7 +232,7 @@ def _level_of_user() -> int:
 
 
 def on_device(op: str, splits: Splits, rows: int, device: torch.device) -> Tensor:
-    """Copy checked row counts from the host to an int32 tensor [E] on `device`; the host does not wait for the copy.
+    """Check row counts in host memory, and copy them to an int32 tensor [E] on `device`, without waiting for the copy.
 
     Raises:
         ValueError, TypeError: see `ends`.

@@ -1,6 +1,7 @@
-"""The switch for batch invariance: a setting of the process, which calls read when they look for a plan.
+"""The switch for batch invariance: a setting of the process, which calls read when they look up a plan.
 
-A backward has the setting of its forward: a planned step has it in its plans, any other backward sets it with `held`.
+A backward uses the setting of its forward. A planned step (`backward.planned`) has it in its plans; any other backward
+sets it with `held`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ _lock = threading.Lock()
 _blocks: list[batch_invariant] = []
 """Settings that are active as context managers, in the order in which they were entered."""
 _statements: list[tuple[bool, weakref.ref[batch_invariant]]] = []
-"""Settings that were never entered as context managers. The last one counts if no block is active."""
+"""Settings made as statements, never entered as context managers. The last one counts if no block is active."""
 _setting = False
 is_used = False
-"""True once the switch has been on; until then calls read nothing else."""
+"""True once the switch has been on in this process. While it is False, calls skip all other checks of the setting."""
 
 
 class _OfThread(threading.local):
-    """A thread's own setting while it runs a backward. mode None: the thread uses the process's setting."""
+    """A thread's own setting while it runs a backward.
+
+    Attributes:
+        mode: the setting. None: the thread uses the process's setting.
+    """
 
     mode: bool | None = None
 
@@ -39,10 +44,11 @@ _thread = _OfThread()
 
 
 class batch_invariant:
-    """Make results of a row, and its gradient, depend on the row, its experts' weights and the options alone.
+    """Switch for batch invariance: whether a row's result may depend on the other rows of the call.
 
-    A call then takes only kernels that add in one order, whatever the number of rows, their places, the tile and the
-    GPU's number of SMs. Where no such kernel exists the call raises NotImplementedError, which says what to do. docs:
+    With the switch on, a row's result and gradient depend only on the row, its experts' weights and the options. A call
+    then uses only kernels that add in one order, whatever the number of rows, their places, the tile and the GPU's
+    number of SMs. If there is no such kernel, the call raises NotImplementedError, which says what to do. docs:
     batch-invariance.md lists these cases, and the cases in which a call is invariant without the switch.
 
     As a statement the setting holds from then on; as a context manager until the block ends. Either way it is a setting
@@ -57,11 +63,11 @@ class batch_invariant:
     Compiled functions read the setting when they run, so set it outside of them.
 
     Args:
-        mode: whether the switch is on.
+        mode: True: on. False: off.
 
     Raises:
         TypeError: mode is not True or False.
-        NotImplementedError: it is set within a function that torch.compile traces.
+        NotImplementedError: the switch is set within a function that torch.compile traces.
     """
 
     def __init__(self, mode: bool = True) -> None:
@@ -116,7 +122,7 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def held(mode: bool) -> Iterator[None]:
-    """Set batch invariance for calls of this thread while the block runs: a backward sets the mode of its forward."""
+    """Set batch invariance for calls of this thread while the block runs: a backward sets its forward's mode."""
     if not is_used or is_dynamo_compiling():
         yield
         return
@@ -128,7 +134,7 @@ def held(mode: bool) -> Iterator[None]:
 
 
 def marked(options: Hashable, mode: bool) -> Hashable:
-    """Return the options of a plan's key, marked if the switch is on: a plan serves only calls with its setting."""
+    """Return the options of a plan's key, with MARK if `mode` is on: a plan serves only calls with its setting."""
     return (options, MARK) if mode else options
 
 
@@ -139,21 +145,18 @@ def is_marked(key: Any) -> bool:
 
 
 def refuse(op: str, why: str, remedy: str) -> None:
-    """Refuse a call for which no kernel adds in one order.
+    """Raise NotImplementedError for a batch-invariant call for which no kernel adds in one order.
 
     Args:
         op: the operator.
         why: the reason.
         remedy: what the user can do.
-
-    Raises:
-        NotImplementedError: always.
     """
     raise NotImplementedError(f"{op}: {why}, and glulam.batch_invariant(True) is set; {remedy}")
 
 
 def refuse_on_cpu(op: str, device: torch.device) -> None:
-    """Refuse a product that torch computes on a device without kernels. Raises NotImplementedError."""
+    """Raise NotImplementedError for a product on a device without kernels, where torch's order is not fixed."""
     refuse(
         op, f"tensors are on {device}, where torch multiplies, in an order of its own for each shape",
         "move them to a GPU, or set it to False",

@@ -1,13 +1,14 @@
-"""Kept plans (launches, see `calls.launch`), and how a call finds the plan that serves it.
+"""Cache of an operator's plans (launches, see `calls.launch`), looked up by the metadata of a call's tensors.
 
-A call is looked up by its tensors' metadata and its options. Plans that were used before are found by torch's own
-guards, which compiled functions ask at each call: one C call compares class, dtype, device, sizes, strides and dispatch
-keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Other plans, and plans of calls
-with lists of experts, are found by a key made of the same metadata, whose making and hashing takes 0.35 us a tensor.
-
-A call with a new number of rows has no plan. If a call that is identical except for its rows has passed all checks
-(`find_resizable`), its plan is copied and only the values that depend on rows are recomputed. Only one check remains:
-all tensors with a dimension of rows must have the same number of rows.
+A call finds its plan in one of three ways:
+* By a guard, in 0.06 us a tensor: torch's own guards, which compiled functions use, compare class, dtype, device,
+  sizes, strides and dispatch keys (lazy negation, functorch, inference mode) of all tensors in one C call. A plan gets
+  a guard when it is used again.
+* By a key made of the same metadata, which takes 0.35 us a tensor to make and hash. This finds all other plans, and
+  all plans of calls with lists of experts.
+* By `find_resizable`, for a call with a new number of rows. If a call that is identical except for its rows has passed
+  all checks, its plan is copied, and only the values that depend on rows are recomputed. Only one check remains: all
+  tensors with a dimension of rows must have the same number of rows.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAX_PLANS = 4096
 MAX_GUARDED = 1024
 """Largest number of an operator's plans that are found by guards."""
 MAX_ALIKE = 4
-"""Largest number of guarded plans with equal options and equal shape of the first tensor; their guards are tried one
-after the other.
+"""Largest number of guarded plans in a group. A group has equal options and equal shapes of the first tensor; its
+guards are tried one after the other.
 """
 PATIENCE = 64
-"""Number of calls that match no guard of a full group (MAX_ALIKE guards) before a new guard replaces the group."""
+"""Number of calls that match no guard of a full group, after which a new guard replaces the whole group."""
 
 # Private: should it move, every plan is found by its key.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -50,18 +51,18 @@ Given = Sequence[Any]
 def unplanned() -> bool:
     """Return True if calls must not use plans.
 
-    That is so in traces, which end in torch's dispatcher; in dispatch modes, since guards do not see make_fx's mode;
-    and in forward-mode AD, whose tangents are not part of the metadata.
+    That is so in traces of torch.compile, where calls must reach torch's dispatcher; in dispatch modes, since guards do
+    not see make_fx's mode; and in forward-mode AD, whose tangents are not part of the metadata.
     """
     return is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes() > 0
 
 
 UNPLANNED = "is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()"
-"""The expression of `unplanned` as Python source. Operators' generated functions contain it instead of a call."""
+"""The expression of `unplanned` as Python source. Operators' generated functions contain it, which saves a call."""
 
 
 def described(value: Any) -> Hashable:
-    """Return the metadata of a tensor, an ExpertList, a GateUp or a list of tensors, as a part of a key."""
+    """Return the metadata of a tensor, an ExpertList, a GateUp or a list of tensors, as a part of a plan's key."""
     kind = value.__class__
     if kind is ExpertList:
         return kind, value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
@@ -74,10 +75,10 @@ def described(value: Any) -> Hashable:
 
 
 class _Guarded(NamedTuple):
-    """A plan and its guard.
+    """A plan with its guard, a function that tests tensors' metadata.
 
     Attributes:
-        check: function of a call's tensors that returns True if the plan serves them.
+        check: the guard: called with a call's tensors, it returns True if the plan serves them.
         plan: the plan.
     """
 
@@ -86,13 +87,13 @@ class _Guarded(NamedTuple):
 
 
 def _shape(part: Any) -> tuple[Any, ...]:
-    """Return the shape in a part of a key (a result of `described`); empty for a list of tensors."""
+    """Return the shape from a part of a key (a result of `described`); () for a list of tensors."""
     shape: tuple[Any, ...] = part[1] if isinstance(part[0], type) else ()
     return shape
 
 
 def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a guard: a function that returns True for tensors with the same metadata as these."""
+    """Make a guard: a function that returns True if it is called with tensors of the same metadata as these."""
     sizes, strides = ([list(of(t)) for t in tensors] for of in (Tensor.size, Tensor.stride))
     check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
@@ -126,12 +127,11 @@ class Plans(Generic[PlanType]):
 
         Args:
             given: the call's tensors, ExpertLists or lists of tensors, without absent ones.
-            options: all else that a plan depends on: options, which optional tensors are absent, whether grad mode is
-                on.
+            options: everything else on which a plan depends: options, which optional tensors are absent, grad mode.
 
         Returns:
-            A key for keeping a plan; None if a guard found the plan, or if a dispatch mode or trace is active
-            (`device.is_watched`). The plan, or None.
+            (key, plan). The plan is None if none is kept. The key is for keeping a new plan; None if a guard found the
+            plan, or if a dispatch mode or trace is active (`device.is_watched`), in which no plan may be kept.
 
         Raises:
             Exception: something in `given` does not have the metadata of a tensor.
@@ -151,9 +151,7 @@ class Plans(Generic[PlanType]):
         return key, found
 
     def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
-        """Add a guard (torch's check of metadata, faster than a key) for a plan, so that later calls find the plan by
-        it.
-        """
+        """Add a guard (torch's check of metadata, faster than a key) for a plan, by which later calls find it."""
         alike = self._guarded.get(place, [])
         if len(alike) >= MAX_ALIKE:
             self._misses += 1
@@ -169,22 +167,23 @@ class Plans(Generic[PlanType]):
                 self._guarded[place] = [*alike, guarded]
 
     def keep(self, key: Hashable, plan: PlanType) -> None:
-        """Keep a plan under a key; if there are too many plans, the oldest quarter is dropped."""
+        """Keep a plan under a key. If there are MAX_PLANS plans, the oldest quarter is dropped."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
     def keep_resizable(
         self, key: Any, lead: tuple[int, ...], count: int, found: Any, any_rows: tuple[int, ...] = ()
     ) -> None:
-        """Remember that a call passed all checks, for `find_resizable` of calls that differ from it only in rows.
+        """Store `found` for a call that passed all checks, so that `find_resizable` returns it for similar calls.
 
-        If the shape of another tensor happens to begin with the same sizes, nothing is remembered.
+        Similar calls differ from this call only in their number of rows. Nothing is stored if another tensor's shape
+        happens to begin with the same sizes, as when T == E: then it is not clear which tensors have rows.
 
         Args:
             key: the call's key.
-            lead: the sizes of the dimensions that count rows, with which the shapes of tensors of rows begin.
-            count: the number of tensors of rows, without the tensors in `any_rows`.
-            found: what `find_resizable` returns for such calls.
-            any_rows: indices, among the call's tensors, of those that may have any number of rows.
+            lead: the sizes of the dimensions that count rows, with which the shapes of tensors with rows begin.
+            count: the number of tensors with rows, without the tensors in `any_rows`.
+            found: the object to store.
+            any_rows: positions, among the call's tensors, of tensors that may have any number of rows.
         """
         per_row: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
         for place in any_rows:
@@ -194,13 +193,18 @@ class Plans(Generic[PlanType]):
             self._keep(self._resizable, MAX_PLANS, self._signature(key, lead), found)
 
     def find_resizable(self, key: Any, lead: tuple[int, ...]) -> Any:
-        """Return what `keep_resizable` remembered for a call that differs from this one only in its rows; None:
-        nothing.
+        """Return the object that `keep_resizable` stored for a call that differs only in its number of rows.
+
+        None: there is none.
+
+        Args:
+            key: this call's key.
+            lead: the sizes of this call's dimensions that count rows.
         """
         return self._resizable.get(self._signature(key, lead))
 
     def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
-        """Return the key without the number of rows; None if tensors have different numbers of rows."""
+        """Return the key without the sizes `lead`; None if the tensors with rows do not all have these sizes."""
         options, *given = key
         signature = [options]
         for one, has_rows in zip(given, self._per_row.get(options, ()), strict=False):
@@ -213,7 +217,7 @@ class Plans(Generic[PlanType]):
         return tuple(signature) if len(signature) == len(key) else None
 
     def _keep(self, kept: dict[Hashable, Any], most: int, key: Hashable, value: Any) -> None:
-        """Store a value; if there are `most` values, the oldest quarter is dropped first."""
+        """Store a value in `kept`. If `kept` has `most` values, the oldest quarter is dropped first."""
         with self._lock:
             if len(kept) >= most:
                 for old in list(kept)[: most // 4]:
@@ -230,6 +234,6 @@ class Plans(Generic[PlanType]):
 
 
 def forget_plans() -> None:
-    """Drop all plans, so that every operator chooses its kernels anew."""
+    """Drop the plans of all operators, so that their next calls choose kernels anew."""
     for plans in _all_plans:
         plans.forget()

@@ -1,14 +1,15 @@
-"""Ticket counters of a call's kernels: int32, zero between calls, never shared by two calls that may overlap.
+"""Ticket counters: int32 in device memory, from which the clusters of a persistent kernel draw the numbers of tiles.
 
-The clusters of a persistent kernel draw tickets (numbers from a counter) for their next tiles.
+Counters are zero between calls. Two calls that may overlap must not share counters.
 
-Calls on one stream by one thread run one after the other, so they share counters. Calls of different threads do not:
-launching releases the GIL, and another thread's launch may fall between the two launches of a call.
+Outside of graphs: calls on one stream by one thread run one after the other, so they share counters. Calls of different
+threads have different counters: launching releases the GIL, and another thread's launch may fall between the two
+launches of a call.
 
-Replays of a graph also run one after the other, but beside calls on any stream. So every stream of a capture gets its
-own counters for the life of the process, since a graph may be replayed at any time. They are zero before the first
-replay and lie not in the graph's pool but in memory allocated outside of captures. If none are left, or if the process
-made no call before the captured one, kernels get no counters and assign their tiles statically.
+In graphs: the replays of a graph also run one after the other, but beside calls on any stream, and at any time. So each
+captured stream gets its own counters for the life of the process. These are zero before the first replay, and lie not
+in the graph's pool but in memory that is allocated outside of captures. If no counters are left, or if the process made
+no call before the captured one, kernels get no counters, and assign their tiles statically.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from . import device as gpus
 from .workspace import make_room
 
 NUM_COUNTERS = 4
-"""Counters of a call, one for each of its kernels: a kernel may begin before the previous one has ended."""
+"""Counters of a call, one for each of its kernels, since a kernel may begin before the previous kernel has ended."""
 SET_BYTES = NUM_COUNTERS * torch.int32.itemsize
 MAX_GRAPH_SETS = 8192
 """Largest number of captured streams that get counters on one device in the life of a process."""
@@ -34,8 +35,8 @@ class _Kept(threading.local):
     """The calling thread's counters.
 
     Attributes:
-        eager: by (device, stream), the address of counters and their memory.
-        captured: by (device, stream), the address of counters (0: none) and the identifier of the stream's capture.
+        eager: {(device, stream): (address of the counters, their memory)}.
+        captured: {(device, stream): (address of the counters, identifier of the stream's capture)}; address 0: none.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,11 @@ class _Kept(threading.local):
 
 
 class _OfGraphs(NamedTuple):
-    """Counters for a device's captures.
+    """The memory of counters for all captures on a device.
 
     Attributes:
         memory: all counters, [MAX_GRAPH_SETS, NUM_COUNTERS].
-        unused: iterator over the addresses of counters that no stream has yet.
+        unused: iterator over the addresses of rows of `memory` that no captured stream has yet.
     """
 
     memory: Tensor
@@ -56,12 +57,12 @@ class _OfGraphs(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Numbers of streams that have ticket counters, and the memory of the counters for captures.
+    """Statistics of ticket counters.
 
     Attributes:
-        streams: streams for which the calling thread has counters.
-        captured: captured streams for which the calling thread has counters.
-        of_graphs: memory of all counters for captures, by device index.
+        streams: number of streams for which the calling thread has counters.
+        captured: number of captured streams for which the calling thread has counters.
+        of_graphs: {device index: memory of the counters for captures}.
     """
 
     streams: int
@@ -91,7 +92,7 @@ def forget() -> None:
 
 
 def counters(device: torch.device, index: int) -> int:
-    """Return the address of NUM_COUNTERS counters for a call on the current stream; 0: there are none."""
+    """Return the address of NUM_COUNTERS counters for a call on the current stream; 0: no counters are available."""
     stream = gpus.raw_stream(index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
         return _captured(index, stream)
@@ -119,7 +120,7 @@ def prepare(device: torch.device, index: int) -> None:
 
 
 def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
-    """Return the address and memory of counters for calls on a stream outside of captures."""
+    """Allocate counters for this thread's calls on a stream outside of captures; return (address, memory)."""
     prepare(device, index)
     make_room(_kept.eager, index)
     memory = gpus.on_own_thread(lambda: new_counters(device))
@@ -128,7 +129,7 @@ def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
 
 
 def _captured(index: int, stream: int) -> int:
-    """Return the address of counters for calls on a captured stream; 0: there are none."""
+    """Return the address of counters for calls on a captured stream; 0: no counters are available."""
     capture = gpus.capture_id()
     address, of = _kept.captured.get((index, stream), (0, None))
     if of == capture:

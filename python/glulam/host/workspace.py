@@ -1,9 +1,10 @@
-"""Scratch memory that a call needs only while it runs: kept per thread and (device, stream), so calls allocate once.
+"""Scratch memory that a call needs only while it runs. Buffers are kept and reused, so that calls do not allocate.
 
-Two calls on one stream by one thread run one after the other, so they may share a buffer. Calls of different threads
-may not: launching releases the GIL, and another thread's launches may fall between the launches of this call. So each
-thread has its own set of buffers, which ends with the thread. A buffer belongs to the stream on which it was allocated,
-so dropping it returns its memory to torch's allocator in that stream's order, even while work is queued.
+There is one buffer for each thread, device and stream. Two calls on one stream by one thread run one after the other,
+so they may share a buffer. Calls of different threads may not: launching releases the GIL, and another thread's
+launches may fall between the launches of this call. A thread's buffers end with the thread. A buffer belongs to the
+stream on which it was allocated, so dropping it returns its memory to torch's allocator in that stream's order, even
+while work is queued.
 
 Under CUDA graph capture no kept buffer is used: the memory must belong to the graph, which outlives the call.
 """
@@ -24,17 +25,17 @@ from . import device as gpus
 MAX_STREAMS = 8
 """Largest number of streams of a device for which a thread keeps memory; the oldest is dropped."""
 MAX_VIEWS = 256
-"""Largest number of views of buffers that a thread keeps. Making a view takes 2 us, but new shapes may come without
-end.
+"""Largest number of views of buffers that a thread keeps. Keeping saves the 2 us of making a view; the limit is there
+because new shapes may come without end.
 """
 ALIGNMENT_BYTES = 128
-"""Alignment of matrices that share a buffer: TMA's requirement and a cache line."""
+"""Alignment of matrices that share a buffer: a cache line, and enough for TMA."""
 GRANULE = 2 << 20
 """Buffers grow in steps of this many bytes, the unit in which torch's allocator takes memory from the driver."""
 
 
 class MatrixLayout:
-    """A row-major matrix that lies in a buffer. An object equals only itself, which makes looking it up cheap.
+    """Shape and dtype of a row-major matrix in a buffer. An object equals only itself, so that looking it up is fast.
 
     Args:
         shape: rows and columns.
@@ -61,7 +62,7 @@ class MatrixLayout:
         return flat.as_strided(self.shape, (self.shape[1], 1), at)
 
     def view(self, buffer: Tensor, begin: int = 0) -> Any:
-        """Return the matrix at byte `begin` of a buffer, in the type that kernels take."""
+        """Return the matrix at byte `begin` of a buffer, in the type that kernels take (a TVM-FFI tensor on a GPU)."""
         view = self.tensor(buffer, begin)
         if view.is_cuda:  # converted once: converting a tensor costs 0.1 us of every call
             view = importlib.import_module("tvm_ffi").from_dlpack(view)
@@ -69,15 +70,15 @@ class MatrixLayout:
 
 
 class MatrixLayouts:
-    """Several matrices and raw pieces of memory, one after the other in one buffer.
+    """Layout of several matrices and raw pieces of memory, one after the other in one buffer.
 
-    `take` hands out all of a stream's memory, so everything that a call needs at the same time is one MatrixLayouts. A
-    raw piece is memory that kernels take by address; only its address is returned, since making a matrix takes 3 us.
-    The memory of the addresses lives as long as the matrices returned with them.
+    Each `take` returns memory from the begin of the stream's buffer. So everything that a call needs at the same time
+    must be one MatrixLayouts. A raw piece is memory that kernels take by address; only its address is returned, since
+    making a matrix takes 3 us. The memory of raw pieces lives as long as the matrices that are returned with them.
 
     Args:
         first: the first matrix.
-        others: further matrices; an int is the bytes of a raw piece.
+        others: more matrices, or raw pieces as their numbers of bytes.
     """
 
     __slots__ = ("begins", "device", "index", "num_bytes", "parts")
@@ -90,15 +91,15 @@ class MatrixLayouts:
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
     def view(self, buffer: Tensor) -> Several:
-        """Return a value for each part that lies in `buffer`: a matrix in the type that kernels take, or an address."""
+        """Place all parts in a buffer; return for each part a matrix in the type that kernels take, or an address."""
         return self._placed(buffer, MatrixLayout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
-        """Return a value for each part that lies in `buffer`: a matrix as a tensor, or the address of a raw piece."""
+        """Place all parts in a buffer; return for each part a matrix as a torch tensor, or an address."""
         return self._placed(buffer, MatrixLayout.tensor)
 
     def _placed(self, buffer: Tensor, matrix: Callable[[MatrixLayout, Tensor, int], Any]) -> Several:
-        """Return a value for each part that lies in `buffer`: the result of `matrix`, or the address of a raw piece."""
+        """Place all parts in a buffer; return for each part `matrix(part, buffer, begin)`, or a raw piece's address."""
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 
@@ -108,7 +109,7 @@ Several = tuple[Any, ...]
 
 
 class _Kept(threading.local):
-    """The calling thread's buffers by (device, stream), and views of them by (layout, stream)."""
+    """The calling thread's buffers, by (device, stream), and views of buffers, by (layout, stream)."""
 
     def __init__(self) -> None:
         self.views: dict[tuple[MatrixLayout | MatrixLayouts, int], Any] = {}
@@ -119,7 +120,7 @@ _kept = _Kept()
 
 
 class Stats(NamedTuple):
-    """Memory that the calling thread keeps, by (device, stream), and the number of its views."""
+    """Buffers that the calling thread keeps, by (device, stream), and its number of kept views."""
 
     buffers: dict[tuple[int, int], Tensor]
     num_views: int
@@ -137,10 +138,15 @@ def forget() -> None:
 
 
 def take(layout: MatrixLayout | MatrixLayouts) -> Any:
-    """Return scratch memory for the current stream, uninitialised: a matrix, or a value for each part of a
-    `MatrixLayouts` (`Several`).
+    """Return uninitialised scratch memory for work on the current stream.
 
-    The memory is the caller's until its work on the current stream is done.
+    The memory is the caller's for work that is enqueued before the next `take` of this thread on this stream.
+
+    Args:
+        layout: the layout of the memory.
+
+    Returns:
+        A matrix; for a `MatrixLayouts` a matrix or an address for each part (`Several`).
     """
     stream = gpus.raw_stream(layout.index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
@@ -150,7 +156,7 @@ def take(layout: MatrixLayout | MatrixLayouts) -> Any:
 
 
 def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
-    """If `kept` has MAX_STREAMS entries of a device, drop the oldest of them.
+    """Drop the oldest entry of a device from `kept` if the device has MAX_STREAMS entries.
 
     Args:
         kept: entries by (device, stream).
@@ -162,7 +168,7 @@ def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
 
 
 def _view(layout: MatrixLayout | MatrixLayouts, stream: int) -> Any:
-    """Return a new view of the stream's buffer, and keep it."""
+    """Make a view of the stream's buffer in this layout, keep it, and return it."""
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
@@ -171,7 +177,7 @@ def _view(layout: MatrixLayout | MatrixLayouts, stream: int) -> Any:
 
 
 def _buffer(layout: MatrixLayout | MatrixLayouts, stream: int) -> Tensor:
-    """Return the buffer of this device and stream, enlarged if it is too small."""
+    """Return the buffer of this device and stream; make a larger one if it is too small for the layout."""
     key = (layout.index, stream)
     buffers = _kept.buffers
     buffer = buffers.get(key)
