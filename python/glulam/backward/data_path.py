@@ -1,13 +1,15 @@
 """The gradient of grouped_mlp, and of moe: h = x w1_e^T + b1_e; m = act(h) s; y = m w2_e^T + s b2_e; s is row_scale.
 
-Forward saves x, h and s; the kernel that computes the gradient of h recomputes m. With `recompute` forward saves x and
-s, and backward recomputes h. If only w2 is trained, forward saves m, and neither h nor a data gradient is made.
+Saved tensors: x, h and s; the kernel that computes the gradient of h recomputes m. With `recompute`: x and s; backward
+recomputes h. If only w2 is trained: m; neither h nor a data gradient is made.
 
-A planned step (a forward and its backward with kept launches, see `planned`) has one launch for forward and one for
-the gradients of h, x and s, if each expert's weights are [outputs, inputs], as nn.Linear's; otherwise each GEMM is a
-separate launch. A recipe that quantises rows (of x and m in forward, of gradients in backward) also quantises the
-weights that these rows are multiplied with. Weight gradients are GEMMs of the tensors stored in 16 bits, or of these
-tensors quantised to MXFP8 (`wgrad_recipe`).
+Launches of a planned step (forward and backward with kept launches, see `planned`): if each expert's weights are
+[outputs, inputs], as in nn.Linear, one launch for forward and one for the gradients of h, x and s. Otherwise each GEMM
+is a separate launch.
+
+Quantisation: a recipe that quantises rows (x and m in forward, gradients in backward) also quantises the weights with
+which these rows are multiplied. Weight gradients are GEMMs of the tensors stored in 16 bits, or of these tensors
+quantised to MXFP8 (`wgrad_recipe`).
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ from .parts import Targets, contracted, scale_of_bias_grad
 from .path import Declared, Path
 
 NEED_ACT_GRADIENT = frozenset({"x", "w1", "b1", "row_scale"})
-"""Arguments whose gradients are computed from the gradient of the activation."""
+"""Arguments whose gradients are computed from the gradient of the activation m, and so need h."""
 
 
 class TokenFunctions(NamedTuple):
-    """Functions between a layer's N tokens and its T rows.
+    """Functions of the MoE layer that convert between N tokens and T rows.
 
-    Each token has K rows, one for each of its experts; `row_of`, int32 [N, K], holds the rows of each token.
+    Each token has K rows, one for each of its experts; `row_of`, int32 [N, K], holds the indices of each token's rows.
 
     Attributes:
-        copies: (tokens, row_of, I) -> True if tokens are first copied to T rows, which GEMMs then read in order; False
-            if GEMMs read tokens by index.
-        rows: (tokens, row_of) -> [T, .], the copy of a token in each of its rows.
-        sums: (rows, row_of, residual or None, buffer or None) -> [N, .], the sum of each token's rows, plus the
-            residual, in the buffer or a new tensor.
+        copies: function (tokens, row_of, I). True: tokens are first copied to T rows, which GEMMs then read in order.
+            False: GEMMs read tokens by index.
+        rows: function (tokens, row_of) that copies each token to all its rows, and returns [T, .].
+        sums: function (rows, row_of, residual or None, buffer or None) that returns [N, .], the sum of each token's
+            rows plus the residual, in the buffer or in a new tensor.
     """
 
     copies: Callable[[Tensor, Tensor, int], bool]
@@ -64,19 +66,19 @@ class DataPath(Path):
     """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe in 16 bits.
 
     Attributes:
-        need_preact: arguments for whose gradients forward keeps h (the preactivation).
-        copies_forward: if backward reads gathered copies of tokens instead of tokens by index, forward does, too.
-        reads_by_index: GEMMs can read tokens by index.
-        fuses: all GEMMs of forward, or all of the data gradients, may be one launch.
+        need_preact: arguments whose gradients need h, the preactivation; forward keeps h if one of them is trained.
+        copies_forward: True: if backward reads copies of tokens, gathered into rows, forward does so, too.
+        reads_by_index: True: GEMMs can read tokens by index.
+        fuses: True: all GEMMs of forward may be one launch, and all GEMMs of the data gradients, too.
         gradients_kind: class of the call whose launch computes the data gradients.
         activation_options: the activation, its layout and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`.
-        tokens: functions that gather tokens into experts' rows and sum rows by token (moe); None: grouped_mlp.
-        kind: class of the call, in a planned step.
-        problem: the problem, in a planned step.
-        is_copied: in a planned step of a layer, GEMMs read tokens that were copied to T rows, not tokens by index.
-        is_small: forward's activation has at most SMALL_BYTES, in a planned step.
-        has_fused_gradients: one launch of a planned step computes the gradients of h, x and row_scale.
+        tokens: functions that gather tokens into experts' rows and sum rows by token, for moe. None: grouped_mlp.
+        kind: class of the call. This and the following attributes are set in planned steps only.
+        problem: the call's problem.
+        is_copied: True: the GEMMs of a moe read tokens that were copied to T rows. False: they read tokens by index.
+        is_small: True: forward's activation has at most SMALL_BYTES.
+        has_fused_gradients: True: one launch computes the gradients of h, x and row_scale.
     """
 
     inputs: ClassVar = ("x", "w1", "w2", "row_scale", "b1", "b2")
@@ -97,8 +99,11 @@ class DataPath(Path):
     def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
         """Return a copy of this path whose parts are launches, planned when they first run.
 
-        Tokens that are not contiguous are read by index if GEMMs can: the kernel that copies rows takes no padding.
-        Arguments: see `Path.planned`.
+        This decides whether tokens are copied to rows. Tokens that are not contiguous are read by index if GEMMs can do
+        that, since the kernel that copies rows does not support padded rows.
+
+        Args:
+            call, problem, like: see `Path.planned`.
         """
         may_copy = call.x.is_contiguous() or not self.reads_by_index
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
@@ -113,10 +118,12 @@ class DataPath(Path):
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the result; return (the result, {name: the tensor to save for backward}).
+        """Compute the result; return (the result, a dict with the tensor to save for backward besides arguments).
 
-        The tensor is "preact" (h) or "act" (m); the dict is empty if backward needs neither. Arguments: see
-        `Path.forward`.
+        The dict is {"preact": h} or {"act": m}; it is empty if backward needs neither.
+
+        Args:
+            given, wanted, out: see `Path.forward`.
         """
         keep_preact = not (self.recompute or wanted.isdisjoint(self.need_preact))
         keep_act = "w2" in wanted and not self.recompute
@@ -132,7 +139,7 @@ class DataPath(Path):
     def _forward_launch(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Compute the result and h with one launch, and return the result and {"preact": h}."""
+        """Compute the result and h with one launch; return (the result, {"preact": h})."""
 
         def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
@@ -148,9 +155,9 @@ class DataPath(Path):
         return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return, by argument name, True if backward reads the argument when the arguments in `wanted` need gradients.
+        """Return {argument: True if backward reads it}, if the arguments in `wanted` need gradients.
 
-        Arguments that the dict lacks are read, too.
+        Arguments that are not in the dict are read, too.
         """
         needs_act_gradient = not wanted.isdisjoint(self.need_preact)
         again = self.recompute and (needs_act_gradient or "w2" in wanted)
@@ -166,10 +173,11 @@ class DataPath(Path):
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        """Compute the gradients of the arguments in `wanted`, return them by name, and remove h from `saved`.
+        """Compute the gradients of the arguments in `wanted`, and return them by name; see `Path.gradients`.
 
-        Data gradients come first, then weight gradients, so that each intermediate is freed as soon as nothing needs
-        it: h before any weight gradient is allocated, the gradient of h before the last weight gradient.
+        Data gradients come first, then weight gradients, so that each intermediate tensor is freed as soon as nothing
+        needs it: h, which is removed from `saved`, before any weight gradient is allocated; the gradient of h before
+        the last weight gradient.
         """
         (d_result,) = dy
         d_y = self._gathered(saved, d_result)
@@ -202,16 +210,17 @@ class DataPath(Path):
         return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True if tokens are copied to T rows for the GEMMs, False if GEMMs read tokens by index.
+        """Return True if a moe's tokens should be copied to T rows for the GEMMs; False: GEMMs read tokens by index.
 
-        False if w2 is None: w2 is saved only if a data gradient is needed, and other gradients do not need copies.
+        False also if w2 is None, since w2 is saved only if a data gradient is needed, and other gradients do not need
+        copies.
         """
         if self.tokens is None or w2 is None:
             return False
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
-        """Return True if tokens are copied to T rows for the GEMMs; a planned step decided this when it was made.
+        """Return True if this step copies tokens to T rows for the GEMMs. A planned step decided this when it was made.
 
         Args:
             x: the tokens.
@@ -222,10 +231,10 @@ class DataPath(Path):
         return self.is_copied and given.get("w2") is not None
 
     def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """Return dy, copied to one row for each of T rows if this step's GEMMs read copies of tokens; otherwise
-        unchanged.
+        """Gather a moe's incoming gradient dy [N, .] and saved tokens to T rows, if this step's GEMMs read copies.
 
-        In the first case saved["x"] is also replaced by such copies, and saved["rows"] by None.
+        Then dy's copy [T, .] is returned, saved["x"] is replaced by a copy, and saved["rows"] by None. Otherwise dy is
+        returned, and nothing changes.
         """
         if self.tokens is None or not self.reads_copies(dy, saved):
             return dy
@@ -237,8 +246,7 @@ class DataPath(Path):
     def _data_gradients(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with a separate launch or call for each GEMM; for a layer, also sum the gradients
-        of each token's rows.
+        """Compute the data gradients with a separate launch or call for each GEMM; for a moe, sum x's by token.
 
         Args:
             saved: saved tensors by name.
@@ -258,7 +266,7 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute with one launch what `_data_gradients`, which has the same arguments, computes GEMM by GEMM."""
+        """Compute the data gradients with one launch. Arguments and result are those of `_data_gradients`."""
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 
@@ -284,15 +292,16 @@ class DataPath(Path):
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute FC1 with its activation, and FC2, as two parts of the step.
+        """Compute forward as two parts of the step: FC1 with its activation, then FC2.
 
         Args:
             given: arguments by name.
-            keep_preact, keep_act: the tensor to keep for backward: h, or else the activation.
+            keep_preact: True: keep h for backward.
+            keep_act: True: keep the activation for backward, unless h is kept.
             out: buffer for the result. None: a new tensor.
 
         Returns:
-            The result [T, .], one row for each of T rows; the kept tensor by its name, "preact" or "act".
+            (the result [T, .], a dict with the kept tensor: "preact" or "act").
         """
         made = self._glu("glu", given, keep_preact)
         act, *preact = made if keep_preact else (made,)
@@ -303,7 +312,7 @@ class DataPath(Path):
         return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
 
     def _glu(self, part: str, given: dict[str, Any], return_preact: bool = False) -> Any:
-        """Compute and return FC1 with its activation, as the part named `part`; with `return_preact`, also return h."""
+        """Compute FC1 with its activation, as the part named `part`; return the activation, and on request also h."""
 
         def call() -> Declared:
             return GroupedGluCall, {
@@ -335,7 +344,7 @@ class DataPath(Path):
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients: of h, x and row_scale, for each of T rows.
+        """Compute the data gradients, that is, of h, x and row_scale, for each of T rows, and recompute the activation.
 
         Args:
             saved: saved tensors by name; h is removed.
@@ -364,12 +373,12 @@ class DataPath(Path):
 class QuantisedPath(DataPath):
     """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe in MXFP8, with weights that are trained.
 
-    Forward is one call or launch. In a layer it reads tokens by index instead of copying them to rows, so that each
-    token is quantised once. It never has the activation in 16 bits, so the gradient of w2 needs h, too.
+    Forward is one call or launch. In a moe, forward reads tokens by index instead of copying them to rows, so that each
+    token is quantised only once. Forward never has the activation in 16 bits, so the gradient of w2 needs h, too.
 
     Attributes:
-        activation_options: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`: a weight requires a
-            gradient.
+        activation_options: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`, True if a weight
+            requires a gradient.
     """
 
     need_preact = NEED_ACT_GRADIENT | {"w2"}  # forward never has the activation in 16 bits
@@ -383,7 +392,7 @@ class QuantisedPath(DataPath):
         return y, {"preact": preact} if keep_preact else {}
 
     def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
-        """Compute forward as the part named `part`; return the result and the preactivation h."""
+        """Compute forward as the part named `part`; return (the result, the preactivation h)."""
         tensors = {name: given[name] for name in self.inputs}
         made = self.part(part, lambda: (Mxfp8ForwardCall, self.activation_options))
         return made(**tensors, rows=given.get("rows"), groups=given["groups"], out=out)

@@ -1,5 +1,7 @@
-"""Compute a call whose gradient is recorded: choose the operator's path (its forward and gradients), check the caller's
-buffers, and run a planned step if the call is common, else public operators.
+"""`differentiate`: computes a call whose gradient is recorded.
+
+It chooses the operator's path (a description of forward and gradients, see `path.Path`), checks the caller's buffers,
+and runs a planned step if the call is common, else public operators.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ PATHS: dict[type[Call], Callable[[Any], Path]] = {
     QuantizedMlpCall: path_of,
     QuantizedMmCall: FrozenMm.of,
 }
-"""By class of call, the function that makes a call's `Path`."""
+"""{class of call: function that makes the `Path` of a call}, for all differentiable grouped operators."""
 
 
 def requires_grad(call: Call) -> bool:
@@ -46,12 +48,12 @@ def requires_grad(call: Call) -> bool:
 
 
 def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) -> Any:
-    """Return the result of a call with an argument that requires a gradient; autograd can differentiate the result.
+    """Compute a call with an argument that requires a gradient; return a result that autograd can differentiate.
 
     Args:
         call: a call of any operator.
         key: key for keeping the planned step, see `Call.handle_miss`. None: keep none.
-        targets: buffers of the result and gradients. `targets.weights` has the keys "w" (grouped_mm), or "w1" and "w2"
+        targets: buffers for the result and gradients. Keys of `targets.weights` are "w" (grouped_mm), or "w1" and "w2"
             (grouped_mlp).
 
     Raises:

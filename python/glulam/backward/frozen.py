@@ -1,8 +1,8 @@
 """Gradients of x, row scales and biases through quantised weights, which are frozen (never trained).
 
-Forward and backward decode the same bytes, and no weight is ever stored in 16 bits: dx = dy W is `grouped_mm` with
-transpose_w. A grouped_mlp with frozen weights computes h = x w1^T + b1, the activation and y in three calls and keeps
-h; with `recompute` forward is one call that keeps x, and backward recomputes h.
+Forward and backward decode the same quantised bytes, so no weight is ever stored in 16 bits; dx = dy W is `grouped_mm`
+with transpose_w. Forward of a grouped_mlp computes h = x w1^T + b1, the activation and y in three calls, and keeps h
+for backward. With `recompute`, forward is one fused call that keeps x, and backward recomputes h.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def part_names(name: str) -> tuple[str, ...]:
 
 
 def parts_of(given: dict[str, Any], name: str) -> Parts:
-    """Return a weight's elements, scales and global scale, None for each that is absent. `given`: arguments by name."""
+    """Return a weight's tensors as Parts: elements, scales and global scale, or None. `given`: arguments by name."""
     return Parts(*[given.get(part) for part in part_names(name)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frozen(Path):
-    """The base of paths whose GEMMs multiply 16-bit matrices (x, or gradients) with quantised weights.
+    """Base of paths whose GEMMs multiply 16-bit matrices (x, or gradients) with quantised weights that are not trained.
 
     Attributes:
         recipe: the recipe's name.
@@ -54,9 +54,7 @@ class Frozen(Path):
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return, by argument name, True if backward reads the argument (`Path.reads`). The scales of a weight are read
-        if the weight is.
-        """
+        """Return {argument: True if backward reads it}, as `Path.reads`. A weight's scales are read if the weight is."""
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 
@@ -64,14 +62,14 @@ class Frozen(Path):
         self, part: str, x: Tensor, w: Parts, groups: Tensor, over_rows: bool = False, bias: Any = None,
         bias_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute and return x w_e^T plus the bias; with `over_rows`, x w_e plus the bias.
+        """Compute x w_e^T plus the bias, or with `over_rows` x w_e plus the bias; return [T, N].
 
         Args:
             part: name of this GEMM in the step.
             x: [T, K].
             w: the weight's elements, scales and global scale.
             groups: group sizes.
-            over_rows: True: sum over the rows of each expert's weight (transpose_w), not over its columns.
+            over_rows: True: contract over the rows of each expert's weight (transpose_w). False: over its columns.
             bias, bias_scale, out: see `grouped_mm`.
         """
 
@@ -89,11 +87,12 @@ class Frozen(Path):
     def input_gradient(
         self, targets: Targets | None, dy: Tensor, w: Parts, groups: Tensor, over_rows: bool
     ) -> Tensor:  # fmt: skip
-        """Compute and return x's gradient, the `product` of dy and w.
+        """Compute x's gradient, the `product` of dy and w.
 
         Args:
-            targets: the gradient goes into their buffer for it or a new tensor, with zeros after the last group. None:
-                into a new tensor, uninitialised after the last group, where nobody reads.
+            targets: buffers for gradients. The gradient goes into its buffer, or else into a new tensor, with zeros
+                after the last group. None: the gradient goes into a new tensor, uninitialised after the last group,
+                where nobody reads.
             dy, w, groups, over_rows: see `product`.
         """
         if targets is None:
@@ -129,7 +128,7 @@ class FrozenMm(Frozen, MmPath):
 class FrozenPath(Frozen, DataPath):
     """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe with 16-bit x and quantised weights.
 
-    In a layer (moe), tokens are copied to T rows for the GEMMs, which cannot read them by index.
+    In a moe, tokens are copied to T rows for the GEMMs, since these GEMMs cannot read tokens by index.
     """
 
     need_preact = NEED_ACT_GRADIENT - {"w1"}
@@ -137,12 +136,11 @@ class FrozenPath(Frozen, DataPath):
 
     @property
     def op(self) -> str:
-        """The operator that errors name. A planned step knows its call; another step runs within `part_of`."""
+        """The operator's name in errors. A planned step knows its call; other steps run in a `part_of`."""
         return (self.kind or QuantizedMlpCall).op
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True in a layer (moe): its tokens are copied to T rows, since the GEMMs cannot read them by index.
-        False otherwise. The arguments, by which `DataPath.copies` decides, are ignored."""
+        """Return True for a moe: tokens are always copied to T rows, whatever the arguments; see the class."""
         return self.tokens is not None
 
     def _forward(
@@ -195,13 +193,18 @@ class FrozenPath(Frozen, DataPath):
 
 
 def without_factors(w1: Parts, op: str = QuantizedMlpCall.op) -> tuple[Parts, Tensor | None]:
-    """Separate the global scales of w1's two halves (gate and up-projection) from w1, if each half has its own.
+    """Separate the global scales from w1 if its two halves (gate and up-projection) have their own global scales.
 
-    op: the operator that errors name.
+    A GEMM that does not apply the activation treats w1 as one matrix, with one global scale; `times_factors` then
+    applies the two.
+
+    Args:
+        w1: the weight.
+        op: the operator's name in errors.
 
     Returns:
-        w1, and None if there is at most one global scale. Otherwise w1 with the global scale 1, and the global
-        scales of the two halves, float32 [E, 2].
+        (w1, None) if an expert has at most one global scale. Otherwise (w1 with the global scale 1, the global scales
+        of the two halves, float32 [E, 2]).
 
     Raises:
         GradientNotSupported: each half has its own grid of block scales, which only FC1 fused with its activation can
@@ -219,7 +222,7 @@ def without_factors(w1: Parts, op: str = QuantizedMlpCall.op) -> tuple[Parts, Te
 
 
 def times_factors(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
-    """Return `rows` with the halves of each row multiplied by the two factors of its expert, plus the expert's bias.
+    """Multiply the two halves of each row by the two factors of its expert, and add the expert's bias.
 
     Args:
         rows: [T, 2I].

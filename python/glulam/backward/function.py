@@ -1,8 +1,8 @@
 """The torch.autograd.Function of the grouped operators, and the step (one forward and its backward) that it runs.
 
-A step computes an operator's `Path`. Here the path's parts are calls of public operators, so that a backward runs, is
-traced and is checked like any other call; in kept steps they are launches (`planned`).
-Autograd takes a flat list of tensors, so a `FlatLayout` says which flat inputs make up which argument.
+A step computes an operator's `Path`. In this file the path's parts are calls of public operators, so that a backward
+runs, is traced and is checked like any other call; in planned steps the parts are launches (`planned`). Autograd takes
+a flat list of tensors, so a `FlatLayout` maps the flat inputs to arguments, which may be lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SINGLE, PAIR = -1, -2
 
 @functools.cache  # equal steps share one function
 def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that picks the elements at `places` of a sequence as a tuple, even a single one."""
+    """Return a function that picks the elements at `places` from a sequence, as a tuple (also if there is only one)."""
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
@@ -42,19 +42,19 @@ MAX_LAYOUTS = 1024
 class FlatLayout:
     """Maps arguments by name to a flat list of tensors (the inputs of an autograd function) and back.
 
-    A list of tensors takes one input per tensor, a GateUp two, any other argument one.
+    A list of E tensors takes E inputs, a GateUp two, any other argument one.
 
     Args:
         names: the arguments' names.
-        sizes: for each argument, the number of tensors of a list, SINGLE for a tensor or None, PAIR for a GateUp.
-        absent: names of further arguments, which are None and have no input.
+        sizes: for each argument: the number of tensors of a list, SINGLE for a tensor or None, PAIR for a GateUp.
+        absent: names of more arguments, which are None and have no input.
 
     Attributes:
         names: the arguments' names.
-        slices: name, size and index of the first input of each argument.
-        several: for each list or GateUp, from the last to the first: its index among the arguments, name, size, and
-            index of its first input.
-        named: function that returns the arguments by name, given the flat inputs.
+        slices: (name, size, index of the first input) of each argument.
+        several: (index among the arguments, name, size, index of the first input) of each list or GateUp, from the last
+            to the first.
+        named: function that converts the flat inputs to a dict of arguments.
     """
 
     __slots__ = ("named", "names", "several", "slices")
@@ -68,9 +68,9 @@ class FlatLayout:
         self.named = self._namer(absent)
 
     def _namer(self, absent: tuple[str, ...]) -> Callable[[Sequence[Any]], dict[str, Any]]:
-        """Return the function `named`, generated for this layout.
+        """Generate the function `named` for this layout.
 
-        A generated dict display takes 0.2 us, `dict(zip(..., strict=True))` 0.5 us.
+        It is generated for speed: a dict display takes 0.2 us, `dict(zip(..., strict=True))` 0.5 us.
         """
         inputs: list[str] = []
         items: list[str] = []
@@ -85,8 +85,7 @@ class FlatLayout:
         return FunctionType(code, {"GateUp": GateUp, "__builtins__": builtins})
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
-        """Return the flat inputs, in which lists and GateUps are spread out. `values`: the arguments, in the order of
-        `names`."""
+        """Convert arguments, in the order of `names`, to flat inputs: lists and GateUps become separate tensors."""
         inputs = [*values]
         for place, *_ in self.several:
             value = inputs[place]
@@ -94,7 +93,7 @@ class FlatLayout:
         return inputs
 
     def wanted(self, needs_grad: Sequence[bool]) -> frozenset[str]:
-        """Return the names of arguments of which a tensor needs a gradient. `needs_grad`: a flag per flat input."""
+        """Return the names of arguments with a tensor that needs a gradient. `needs_grad`: a flag for each input."""
         if not self.several:
             return frozenset(itertools.compress(self.names, needs_grad))
         return frozenset(name for name, size, begin in self.slices if any(needs_grad[begin : begin + abs(size)]))
@@ -102,13 +101,13 @@ class FlatLayout:
     def flat_gradients(
         self, gradients: dict[str, Any], needs_grad: Callable[[], Sequence[bool]]
     ) -> list[Tensor | None]:
-        """Return one gradient for each flat input (a tensor of an argument); None: the input needs none.
+        """Convert gradients of arguments to one gradient for each flat input; None: the input needs no gradient.
 
         Args:
-            gradients: by argument name, the gradients of the arguments that need one. For a list of E tensors: one
-                tensor [E, ...], or a list of E gradients. For a GateUp: a list of two.
+            gradients: {argument: gradient}, for arguments that need one. For a list of E tensors: one tensor [E, ...],
+                or a list of E gradients. For a GateUp: a list of two.
             needs_grad: function that returns, for each flat input, True if it needs a gradient. It is called only if
-                an argument is a list or GateUp, of whose tensors only some may need a gradient; other calls save the
+                an argument is a list or GateUp, of which only some tensors may need a gradient; other calls save the
                 time of reading autograd's flags.
         """
         flat: list[Tensor | None] = [*map(gradients.get, self.names)]
@@ -128,10 +127,10 @@ layout_of = functools.lru_cache(MAX_LAYOUTS)(FlatLayout)
 
 
 def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[FlatLayout, list[Any]]:
-    """Return the layout of arguments, and the flat inputs: their tensors, with lists and GateUps spread out.
+    """Return (layout of the arguments, flat inputs: a list of all their tensors).
 
     Args:
-        arguments: by name.
+        arguments: arguments by name.
         absent: names of arguments that are None and have no input.
     """
     sizes = [
@@ -146,10 +145,10 @@ class Step:
     """A step: forward and backward of one call, computed by calls of public operators.
 
     Attributes:
-        op: the operator that errors name.
-        path: computes forward and gradients.
-        layout: the places of arguments among the flat inputs of the autograd function.
-        invariant: both directions must be batch-invariant.
+        op: the operator's name in errors.
+        path: the `Path`, which computes forward and gradients.
+        layout: maps the flat inputs of the autograd function to arguments.
+        invariant: True: both directions must be batch-invariant.
     """
 
     def __init__(self, op: str, path: Path, layout: FlatLayout) -> None:
@@ -157,7 +156,7 @@ class Step:
         self.invariant = is_on()
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute and return the result, and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
+        """Compute and return the result, and save tensors for backward. `flat`: the inputs, see `FlatLayout`."""
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
             result, made = self.path.forward(dict(given), wanted, targets.out)
@@ -168,18 +167,18 @@ class Step:
         return result
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
-        """Compute and return the gradients of the flat inputs. `dy`: the gradients of the results."""
+        """Compute the gradients of the flat inputs. `dy`: the gradients of the results."""
         with part_of(self.op):  # autograd's thread is not the caller's
             return self.differentiate(ctx, targets, ctx.saved_layout.named(taken(ctx)), dy)
 
     def differentiate(self, ctx: Any, targets: Targets, saved: dict[str, Any], dy: tuple[Tensor, ...]) -> Any:
-        """Compute and return the gradients of the flat inputs; errors name the operator.
+        """Compute the gradients of the flat inputs; errors name the operator.
 
         Args:
             ctx: autograd's context of the forward.
             targets: buffers for gradients.
             saved: saved tensors by name.
-            dy: the gradients of the results, in whatever layout autograd passes.
+            dy: the gradients of the results, in any layout that autograd passes.
         """
         needed = ctx.needs_input_grad[2:]
         wanted = self.layout.wanted(needed)
@@ -190,7 +189,7 @@ class Step:
 
 
 class Differentiable(torch.autograd.Function):
-    """The autograd function of all grouped operators. Its inputs: the step, its targets, and the step's flat inputs."""
+    """The autograd function of all grouped operators. Inputs: the step, its targets, and the step's flat inputs."""
 
     @staticmethod
     def forward(ctx: Any, step: Any, targets: Targets, *inputs: Any) -> Any:
@@ -204,11 +203,11 @@ class Differentiable(torch.autograd.Function):
 
 
 apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, Differentiable).apply
-"""Differentiable.apply without its search of every argument for functorch's leftovers, which takes 2 us."""
+"""Differentiable.apply without torch's search of every argument for tensors of functorch, which takes 2 us."""
 
 
 def apply(call: Any, path: Path, targets: Targets) -> Any:
-    """Return the differentiable result of a call; public operators compute its forward and, later, its backward."""
+    """Compute a differentiable call by public operators, now its forward and later its backward; return the result."""
     (groups,) = tensor_groups(call.op, call.offs, call.splits, call.x).values()
     arguments = {name: getattr(call, name) for name in (*path.inputs, *call.beside_weights, *call.of_tokens)}
     layout, flat = flatten({**arguments, "groups": groups})

@@ -1,7 +1,7 @@
 """The gradient of grouped_glu: act = activation(h) s, h = x w1_e^T + b_e, where s is the row's row_scale.
 
-Forward keeps h. The gradient of the activation is a separate kernel; in grouped_mlp, where it follows a GEMM, it is
-fused into that GEMM.
+Forward keeps h. The gradient of the activation is a separate kernel here. (In grouped_mlp it comes after a GEMM, and is
+fused into it.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GluPath(Path):
 
     Attributes:
         activation_options: activation, glu_layout and the activation's numbers, as keywords of the operators.
-        return_preact: the call returns h, too.
+        return_preact: True: the call also returns h, whose incoming gradient is then added.
     """
 
     inputs: ClassVar = ("x", "w1", "bias", "row_scale")

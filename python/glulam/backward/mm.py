@@ -46,5 +46,5 @@ class MmPath(Path):
         return result
 
     def gradient_of_x(self, saved: dict[str, Any], targets: Targets, dy: Tensor) -> Tensor:
-        """Return dx = dy w_e. `saved`: saved arguments by name."""
+        """Compute dx = dy w_e, [T, K]. `saved`: saved arguments by name."""
         return self.data_gradient(targets, dy, saved["w"], saved["groups"])

@@ -22,14 +22,15 @@ from ..host.plans import Plans
 from ..ops.grouped_mm import grouped_mm
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
-"""A function (dy, x, keywords of `grouped_wgrad`) -> a weight's gradient as `grouped_wgrad` returns it, or None.
+"""A function that computes a weight's gradient in place of `grouped_wgrad`, for example into a buffer of the caller.
 
-The keywords are group sizes, indices of rows and the recipe.
+It is called with (dy, x, dict of other keywords of `grouped_wgrad`: group sizes, indices of rows, recipe). It returns
+the gradient, as `grouped_wgrad` does, or None, if autograd shall get none.
 """
 
 
 def contracted(w: Any, transpose_w: bool) -> int:
-    """Return K, the number of columns of the x that a weight is multiplied with."""
+    """Return K of a weight (packed or a list), the number of columns of the matrix x with which it is multiplied."""
     columns: int = (w[0] if isinstance(w, (list, tuple)) else w).shape[-2 if transpose_w else -1]
     return columns
 
@@ -40,12 +41,12 @@ BIAS_COLUMNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Buffers into which a call writes its result and gradients instead of into new tensors.
+    """Destinations that the caller gives for a call's result and gradients.
 
     Attributes:
         out: buffer for the result. None: a new tensor.
         grad_input: buffer for x's gradient, with the layout of x. None: a new tensor.
-        weights: by name of a weight, a function that is called instead of `grouped_wgrad` for the weight's gradient.
+        weights: {weight's name: function that is called instead of `grouped_wgrad` for the weight's gradient}.
     """
 
     out: Tensor | None = None
@@ -53,7 +54,10 @@ class Targets:
     weights: Mapping[str, WeightGrad] = dataclasses.field(default_factory=dict)
 
     def given_grad_input(self, dy: Tensor) -> Tensor | None:
-        """Return the buffer for x's gradient, after checking that it shares no memory with the incoming gradient."""
+        """Check that the buffer for x's gradient shares no memory with the incoming gradient dy, and return the buffer.
+
+        None: there is no buffer.
+        """
         if self.grad_input is not None and not gpus.is_traced(dy):
             check_no_overlap("backward", "grad_input", self.grad_input, "the incoming gradient", dy)
         return self.grad_input
@@ -61,8 +65,12 @@ class Targets:
     def new_grad_input(self, dy: Tensor, columns: int) -> Tensor:
         """Return a matrix [T, columns] of zeros for x's gradient: `grad_input`, zeroed here, or else a new tensor.
 
-        A backward calls this before the GEMM that writes the gradient, since that leaves rows after the last group as
-        they are. dy: the incoming gradient, with T rows and the dtype and device of a new tensor.
+        A backward calls this before the GEMM that writes the gradient, since the GEMM does not write rows after the
+        last group.
+
+        Args:
+            dy: the incoming gradient, which has T rows, and the dtype and device for a new tensor.
+            columns: the number of columns.
         """
         buffer = self.given_grad_input(dy)
         return dy.new_zeros(dy.shape[0], columns) if buffer is None else buffer.zero_()
@@ -72,13 +80,14 @@ ORDINARY = Targets()
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()
-"""For each key of a call with buffers (`key_of`), the tuples of addresses that passed the checks of `check_targets`."""
+"""{key of a call with buffers (`key_of`): the tuples of addresses that passed `check_targets`}."""
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
-    """Return a key, structured like `Plans.look_up`'s, of everything that checks of a call and its buffers depend on.
+    """Return a key of a call and its buffers, structured like the keys of `Plans.look_up`.
 
-    The key does not have the tensors' addresses, nor whether they are plain (`memory.check_plain`).
+    It has everything on which checks of the call and the buffers depend, except the tensors' addresses, and whether
+    their memory holds their values (`memory.check_plain`).
     """
     options: list[Any] = [type(call)]
     layouts: list[Any] = []
@@ -92,7 +101,7 @@ def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
 
 
 def _layout(value: Any) -> Hashable:
-    """Return what a key holds for a value: a tensor's metadata, a tuple of these for a list, any other value itself."""
+    """Return a value's entry in a key: a tensor's metadata; a tuple of entries for a list; any other value itself."""
     if isinstance(value, Tensor):
         return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
     return tuple([_layout(one) for one in value]) if isinstance(value, (list, tuple)) else value
@@ -137,8 +146,7 @@ def check_targets(call: Any, targets: Targets) -> None:
 
 
 def _check_layouts(call: Any, targets: Targets) -> None:
-    """Check the buffers for the result and x's gradient by metadata alone. Raises ValueError or TypeError if a buffer
-    does not fit the call."""
+    """Raise ValueError or TypeError if the buffers for the result or x's gradient do not fit, judging by metadata."""
     op, x, grad_input = call.op, call.x, targets.grad_input
     for name in ("out", "grad_input"):
         buffer = getattr(targets, name)
@@ -156,7 +164,10 @@ def _check_layouts(call: Any, targets: Targets) -> None:
 
 
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
-    """Return group sizes as the keyword offs or splits, as a tensor on x's device: host splits are copied once."""
+    """Return group sizes as a keyword, {"offs": tensor} or {"splits": tensor}, on x's device.
+
+    Splits in host memory are checked and copied here, so that all parts of a step share one copy.
+    """
     if (offs is None) == (splits is None):
         check_groups(op, offs, splits, x, experts=0)  # raises
     if offs is not None:
@@ -171,9 +182,10 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
 
 
 def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
-    """Return the gradient of bias_scale: for each row, the sum of dy[row] * bias_e over columns.
+    """Compute the gradient of bias_scale: for each row, the sum of dy[row] * bias_e over columns.
 
-    The sums are a GEMM with the bias as a weight row, which needs no copy of dy and no bias for each row.
+    This is a GEMM with the bias as a row of a weight. Such a GEMM needs no copy of dy, and no copy of the bias for each
+    row.
 
     Args:
         dy: [T, N]; if `groups` has `rows`, [num_tokens, N].
@@ -195,7 +207,7 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def backward_of(op: str) -> Iterator[None]:
-    """Context of a backward: autograd records no graph, and errors of operators called in it name the operator `op`."""
+    """Context of a backward: autograd records no graph, and errors of operators called in it name `op`'s backward."""
     with without_graph(), group_sizes.part_of(op):
         try:
             yield

@@ -1,4 +1,4 @@
-"""Computation of a differentiable operator's forward and backward, described once for launches and operator calls.
+"""Class `Path`: the forward and backward of a differentiable operator, described once for launches and operator calls.
 
 A step is the forward of one call together with its backward. A part is one computation of a step, such as FC1 or the
 gradient of w2. A path describes the parts of both directions. For common calls on a GPU each part is a kernel launch,
@@ -31,22 +31,22 @@ from .parts import Targets, WeightGrad, contracted
 LISTS = (list, tuple)
 """Classes of lists of experts' tensors."""
 PartFunction = Callable[..., Any]
-"""A function that computes one part of a step. It takes a call's tensors by name and group sizes as `groups`, and
-returns the call's results.
+"""A function that computes one part of a step: it takes the tensors of the part's call by name, and group sizes as
+`groups`, and returns the call's results.
 """
 Declared = tuple[type[Call], dict[str, Any]]
-"""The class of a part's call, and the call's options that have no default."""
+"""How a part is computed: the class of the part's call, and the call's options that have no default."""
 
 
 def grouped_by(call: Call) -> str:
-    """Return the name of the argument that gives a call's group sizes."""
+    """Return the name of the argument that has a call's group sizes: "offs" or "splits"."""
     return "offs" if call.splits is None else "splits"
 
 
 def with_table(op: str, name: str, tensors: Any) -> Any:
-    """Return a list of experts' tensors as an `ExpertList` with a table of addresses, ready for the current stream.
+    """Convert a list of experts' tensors to an `ExpertList` with a table of addresses, ready for the current stream.
 
-    If no table of these addresses is known, the tensors' memory and alignment are checked and a table is made.
+    If no table of these addresses is kept, the tensors' memory and alignment are checked, and a table is made.
 
     Args:
         op: the operator, for errors.
@@ -65,11 +65,12 @@ def with_table(op: str, name: str, tensors: Any) -> Any:
 
 
 class Launches:
-    """The kernel launches of one planned step. A launch is planned when its part of the step first runs, from the
-    tensors that the part then gets.
+    """The kernel launches of one planned step.
+
+    The plan of a launch is made when its part of the step first runs, from the tensors of this run.
 
     Attributes:
-        plans: by the name of a part, its plan and the problem of its call.
+        plans: {name of a part: (its plan, the problem of its call)}.
     """
 
     def __init__(self, grouped_by: str, problem: Problem, like: Launches | None = None) -> None:
@@ -78,8 +79,8 @@ class Launches:
         Args:
             grouped_by: the argument that has group sizes, "offs" or "splits".
             problem: the problem of the step's call.
-            like: the launches of a step that differs only in its number of rows; their plans are resized. None: there
-                are none.
+            like: the launches of a step that differs only in its number of rows; their plans are copied and resized.
+                None: there is no such step.
         """
         self.plans: dict[str, tuple[Plan, Problem]] = {}
         self._grouped_by, self._world_experts = grouped_by, problem.world_experts
@@ -87,12 +88,11 @@ class Launches:
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def first(self, part: str, declared: Callable[[], Declared]) -> PartFunction:
-        """Return the function of a part that has no plan yet: when called, it makes the plan, keeps it, launches, and
-        returns the results.
+        """Return the function of a part that has no plan yet. Its first call makes the plan, keeps it, and runs it.
 
         Args:
             part: name of the part.
-            declared: returns the class and options of the part's call.
+            declared: function that returns the class and options of the part's call.
         """
 
         def planned(**tensors: Any) -> Any:
@@ -103,8 +103,9 @@ class Launches:
         return planned
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
-        """Return the plan of a part, and the problem of the part's call. The plan is new, or made from the plan of a
-        step that differs only in its number of rows.
+        """Make the plan of a part; return it with the problem of the part's call.
+
+        If there is a step that differs only in its number of rows, its plan is used, or copied and resized.
 
         Args:
             part: name of the part.
@@ -129,16 +130,16 @@ class Launches:
 class Path:
     """The forward and the gradients of an operator, computed in parts: the operator's GEMMs and other kernels.
 
-    A subclass for each operator computes both by functions that `part` returns. Each of these either launches kernels,
-    in a planned step (forward and backward of a call whose launches are kept for later calls, see `planned`), or calls
-    a public operator.
+    Each operator has a subclass, which computes both with functions that the method `part` returns. In a planned step
+    (see `planned`) such a function launches kernels; otherwise it calls a public operator.
 
     Attributes:
         inputs: names of the operator's tensor arguments, except group sizes.
         grouped_by: the argument that has group sizes, "offs" or "splits".
-        launches: the kernel launches of a planned step. None: no planned step, each part calls a public operator.
-        transpose_w: weights are [E, K, N].
-        in_halves: w1 is a GateUp.
+        launches: the kernel launches of a planned step. None: this is no planned step, so each part calls a public
+            operator.
+        transpose_w: True: weights are [E, K, N]. False: [E, N, K].
+        in_halves: True: w1 is a GateUp.
         wide: names of weights whose gradients are float32 although x is 16-bit.
         wgrad_recipe: name of the recipe of weight gradients.
     """
@@ -162,12 +163,14 @@ class Path:
             out: buffer for the result. None: a new tensor.
 
         Returns:
-            The results; and by name, the tensors that are saved for backward besides arguments.
+            (the results, {name: tensor to save for backward}). The dict does not have the arguments.
         """
         raise NotImplementedError
 
     def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
-        """Return, by argument name, True if backward reads the argument. Arguments that the dict lacks are read, too.
+        """Return {argument: True if backward reads it}, so that only such arguments are saved.
+
+        Arguments that are not in the dict are read, too.
 
         Args:
             wanted: names of the arguments that require a gradient.
@@ -180,8 +183,8 @@ class Path:
         """Compute the gradients of the arguments in `wanted`.
 
         Args:
-            saved: by name, saved arguments (group sizes as "groups") and tensors that forward made; this method may
-                remove entries.
+            saved: {name: saved tensor}: arguments (group sizes as "groups"), and tensors that forward made. This method
+                may remove entries.
             targets: buffers for gradients.
             wanted: names of the arguments that require a gradient.
             dy: the gradients of the results.
@@ -192,7 +195,7 @@ class Path:
         raise NotImplementedError
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
-        """Return a copy of this path whose parts are launches, planned when they first run, not operator calls.
+        """Return a copy of this path for a planned step: its parts are launches, each planned when it first runs.
 
         Args:
             call: a checked call.
@@ -207,7 +210,8 @@ class Path:
 
         Args:
             name: name of the part. Within a step all calls with one name have the same class and options.
-            declared: returns the class and options of the part's call; asked only when no plan of this name exists.
+            declared: function that returns the class and options of the part's call. It is not called if the part's
+                launch is planned already.
         """
         if self.launches is None:
             return functools.partial(self._by_operator, declared)
@@ -215,7 +219,7 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
-        """Compute a part of the step by calling the public operator, and return the operator's results."""
+        """Compute a part of the step by calling the public operator; return the operator's results."""
         kind, options = declared()
         return kind.operator(**{**options, **tensors, self.grouped_by: groups})
 
@@ -224,11 +228,11 @@ class Path:
         return {self.grouped_by: groups}
 
     def times_w(self, part: str, transpose_w: bool) -> PartFunction:
-        """Return the function of the part named `part`: it computes x w_e^T, or with transpose_w x w_e."""
+        """Return the function that computes the part named `part`, a GEMM x w_e^T, or with transpose_w x w_e."""
         return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
 
     def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: Tensor) -> Tensor:
-        """Return x's gradient dy w_e, zero after the last group, in the buffer of `targets` or a new tensor."""
+        """Compute x's gradient dy w_e, zero after the last group, into the buffer of `targets` or a new tensor."""
         dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
         made: Tensor = self.times_w("x", not self.transpose_w)(x=dy, w=w, groups=groups, out=dx)
         return made
@@ -237,13 +241,13 @@ class Path:
         self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: Tensor, dy_rows: Any = None,
         x_rows: Any = None,
     ) -> Any:  # fmt: skip
-        """Compute and return a weight's gradient, in the layout of the weight; for a GateUp, a list of two.
+        """Compute a weight's gradient, in the layout of the weight; for a GateUp, return a list of two.
 
         Args:
             targets: if `targets.weights` has a function for this weight, it is called instead of `grouped_wgrad`.
             name: the weight's name.
             dy: gradient of the product x w_e^T.
-            x: the matrix that the weight was multiplied with.
+            x: the matrix with which the weight was multiplied.
             groups: group sizes.
             dy_rows, x_rows: indices of the rows of dy and of x, see `grouped_wgrad`.
         """
@@ -258,12 +262,11 @@ class Path:
         return part(dy=dy, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups)
 
     def _write(self, write: WeightGrad, dy: Tensor, x: Tensor, groups: Tensor, **rows: Any) -> Any:
-        """Call `write` instead of `grouped_wgrad` for a weight's gradient, and return what it returns: a gradient or
-        None.
+        """Compute a weight's gradient by the caller's function instead of `grouped_wgrad`; return a gradient or None.
 
         Args:
-            write: the caller's function for this weight (`Targets.weights`). It receives dy, x, and a dict of keywords
-                of `grouped_wgrad`: group sizes, `dy_rows`, `x_rows` and the recipe.
+            write: the caller's function for this weight (`Targets.weights`). It is called with dy, x, and a dict of
+                keywords of `grouped_wgrad`: group sizes, `dy_rows`, `x_rows` and the recipe.
             dy, x, groups: see `weight_gradient`.
             rows: `dy_rows` and `x_rows` of `weight_gradient`.
         """

@@ -15,9 +15,9 @@ from .frozen import FrozenPath
 
 
 def path_of(call: Any) -> DataPath:
-    """Return the path (forward and gradients, see `path.Path`) of a GroupedMlpCall or QuantizedMlpCall.
+    """Make the path (forward and gradients, see `path.Path`) of a GroupedMlpCall or QuantizedMlpCall.
 
-    It is `FrozenPath` for quantised weights, `QuantisedPath` for training in MXFP8, otherwise `DataPath`.
+    It is a `FrozenPath` for quantised weights, a `QuantisedPath` for training in MXFP8, and otherwise a `DataPath`.
     """
     check_flag(call.op, "recompute", call.recompute)
     options, common = call.function.keywords, {"recompute": call.recompute, "tokens": call.tokens}

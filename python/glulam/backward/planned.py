@@ -1,7 +1,8 @@
-"""Planned steps: the launches of common differentiable calls, kept by the call's signature. All tensors are on a GPU.
+"""Planned steps: forward and backward of common differentiable calls on a GPU, with launches that are kept.
 
-A step (one forward and its backward) decides once for a signature which tensors are saved and which gradients are
-computed, and holds the launches of both directions. Rare cases are left to the public operators, in either direction.
+A planned step serves all calls of one signature (metadata of all arguments). It decides once which tensors are saved
+and which gradients are computed, and holds the kernel launches of both directions. In rare cases (`is_common`,
+`are_usual`) public operators compute instead, in forward, backward or both.
 """
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transform
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 PLANS: Plans[Any] = Plans()
-"""The kept steps of calls with targets (buffers for gradients), which come from modules and not through an operator."""
+"""The kept steps of calls with targets (buffers for the result or gradients). Such calls come from nn modules, not from
+an operator's public function.
+"""
 
 
 class PlannedStep(Step):
-    """A step that holds its own kernel launches (plans) for one signature.
+    """A step (forward and backward of a call) with its kernel launches, for all calls of one signature.
 
     Attributes:
-        general: the same step computed by public operators.
+        general: the same step, computed by public operators, for rare cases.
         kind: class of the call.
         names: the call's tensor arguments, in the order in which `run` takes them.
-        present: those of `names` that are not None.
-        absent: those of `names` that are None.
+        present: the arguments in `names` that are not None.
+        absent: the arguments in `names` that are None.
         there: function that picks the present arguments from a tuple of all.
         listed: names of arguments that are lists of experts' tensors.
         wanted: names of arguments that require a gradient.
-        saved: names of arguments that are saved since backward reads them.
+        saved: names of arguments that are saved, since backward reads them.
         read: function that picks the tensors of the saved arguments from the flat inputs (see `FlatLayout`).
         saved_layout: layout of all saved tensors. None: forward has not run yet.
         arguments: the call's options by name.
-        is_frozen: weights are quantised and not trained.
+        is_frozen: True: weights are quantised and not trained.
         index: the device's index.
-        only: the process sees one GPU.
+        only: True: the process sees only one GPU.
         rows: T of the call.
-        extents, out_extents: bytes that each present argument, and each given output (there is none), spans.
+        extents: the bytes that each present argument spans, for `memory.check_unseen`.
+        out_extents: the bytes of given outputs, of which there are none.
         seen: the tuples of addresses that passed `memory.check_unseen`.
     """
 
@@ -67,10 +71,10 @@ class PlannedStep(Step):
 
         Args:
             call: the call, with weights as kernels read them.
-            problem: its problem.
-            path: its path, without launches.
-            like: the step of a call that differs only in its number of rows; its plans are resized. None: there is
-                none.
+            problem: the call's problem.
+            path: the call's path, without launches.
+            like: the step of a call that differs only in its number of rows; its plans are copied and resized. None:
+                there is no such step.
         """
         names = call.reads
         given = {name: value for name in names if (value := getattr(call, name)) is not None}
@@ -97,12 +101,12 @@ class PlannedStep(Step):
 
     @property
     def parts(self) -> dict[str, Plan]:
-        """The plans made so far, by the name of the part."""
+        """{name of a part: its plan}, for the parts that ran already."""
         assert self.path.launches is not None
         return {name: plan for name, (plan, _) in self.path.launches.plans.items()}
 
     def run(self, *given: Any) -> Tensor:
-        """Return the call's differentiable result. `given`: the tensors of `names`, then `out`, which is None."""
+        """Compute the call; return the differentiable result. `given`: the tensors of `names`, then `out`, None."""
         return self.run_into(ORDINARY, self._as_read(given[:-1]) if self.is_frozen else given[:-1])
 
     def _as_read(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -111,15 +115,19 @@ class PlannedStep(Step):
         return tuple([getattr(call, name) for name in self.names])
 
     def call_of(self, named: dict[str, Any]) -> Call:
-        """Return the call with these tensors. `named`: by name, group sizes as "groups"; this changes the dict."""
+        """Make the call with these tensors.
+
+        Args:
+            named: tensors by name, group sizes as "groups"; this method changes the dict.
+        """
         groups = {"offs": None, "splits": None, self.path.grouped_by: named.pop("groups")}
         return self.kind(**{**self.arguments, **groups, "out": None, **named})
 
     def run_into(self, targets: Targets, given: tuple[Any, ...]) -> Tensor:
-        """Return the call's differentiable result; it and, in backward, gradients go into the buffers of `targets`.
+        """Compute the call; return the differentiable result.
 
         Args:
-            targets: buffers for the result and gradients.
+            targets: buffers for the result, and for gradients in backward.
             given: the tensors of `names`.
         """
         if not self.only and gpus.current() != self.index:
@@ -139,14 +147,14 @@ class PlannedStep(Step):
         return apply_untransformed(self, targets, *flat)
 
     def _with_tables(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Replace lists of experts' tensors in `named`, arguments by name, by `ExpertList`s. Return the dict."""
+        """Replace lists of experts' tensors by `ExpertList`s in `named`, a dict of arguments; return the dict."""
         for name in self.listed:
             if named.get(name).__class__ in LISTS:
                 named[name] = with_table(self.op, name, named[name])
         return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute and return the result, and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
+        """Compute and return the result, and save tensors for backward. `flat`: the inputs, see `FlatLayout`."""
         named = self.layout.named(flat)
         result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
@@ -157,16 +165,16 @@ class PlannedStep(Step):
         return result
 
     def _layout_saved(self, made: dict[str, Tensor]) -> FlatLayout:
-        """Return the layout of saved tensors. made: by name, the tensors that forward made for backward."""
+        """Return the layout of all saved tensors. `made`: the tensors that forward made for backward, by name."""
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
-        """Compute and return the gradients of the flat inputs, by launches if possible, else by public operators.
+        """Compute the gradients of the flat inputs: by launches if possible, else by public operators.
 
-        Public operators, which check all tensors anew, compute if autograd records a graph of the backward; if dy is
-        traced, not contiguous or misaligned; if the storage of a tensor was freed; or if hooks returned saved tensors
-        with another layout.
+        Public operators, which check all tensors again, compute in these cases: autograd records a graph of the
+        backward; dy is traced, not contiguous or misaligned; the storage of a tensor was freed; hooks of saved tensors
+        returned tensors with another layout.
         """
         kept = taken(ctx)
         assert self.saved_layout is not None  # forward ran
@@ -183,7 +191,9 @@ class PlannedStep(Step):
 
 
 def run(call: Call, key: Hashable, targets: Targets, path: Path, as_called: Call) -> Any:
-    """Return the result of a call for which no step is kept yet, or that has targets; keep the step for later calls.
+    """Compute a call by a planned step: a kept one, or a new one, which is kept; return the result.
+
+    This is called for calls whose operator found no step, and for calls with targets.
 
     Args:
         call: the call, with weights as kernels read them.
@@ -222,10 +232,13 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, as_called: Call
 
 
 def is_common(call: Call) -> bool:
-    """Return True if a planned step can serve the call.
+    """Return True if a planned step can serve the call. All of these must hold:
 
-    Its tensors are plain and on the GPU; weights have x's dtype or are quantised and frozen; lists of experts belong to
-    a 16-bit operator; and there is more than one row or token, since torch leaves the stride of a single row arbitrary.
+    * Tensors are plain (no subclasses) and on the same GPU.
+    * Weights have x's dtype, or are quantised and frozen.
+    * Lists of experts belong to a 16-bit operator.
+    * There is more than one row or token, since torch leaves the stride of a single row arbitrary.
+    * $GLULAM_CHECK is not set.
     """
     lead, takes_lists = call.lead, not isinstance(call, Quantized)
     is_frozen = isinstance(call, Quantized) and call.is_frozen
@@ -243,10 +256,10 @@ def is_common(call: Call) -> bool:
 
 
 def are_usual(gradients: tuple[Tensor, ...]) -> bool:
-    """Return True if a planned backward can take the incoming gradients.
+    """Return True if a planned backward can use the incoming gradients.
 
-    Kernels can read them as they are, autograd records no graph of the backward, and nobody watches its operators
-    (`device.is_watched`).
+    Kernels must be able to read the gradients as they are, autograd must not record a graph of the backward, and no
+    dispatch mode or trace may be active (`device.is_watched`).
     """
     if is_grad_enabled() or gpus.is_watched():
         return False
@@ -264,5 +277,5 @@ def are_in_memory(*tensors: Tensor) -> bool:
 
 
 def _layouts(tensors: Collection[Tensor]) -> list[Any]:
-    """Return the metadata of each tensor that hooks of saved tensors might change: its shape, strides, and so on."""
+    """Return the metadata of tensors that hooks of saved tensors might change: class, shape, dtype, device, strides."""
     return [(t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride()) for t in tensors]

@@ -1,8 +1,11 @@
-"""Transport by torch.distributed's all-to-all: any back end, any number of nodes.
+"""Transport of tokens between ranks by torch.distributed's all-to-all: any back end, any number of nodes.
 
-Each operation begins with a header (`headers`), for which the host waits; the header of a dispatch says how many rows
-each rank sends. A rank receives the tokens that have an expert there, each token once, in their order. A second
-`Routing`, whose "experts" are the ranks, says which token goes to which ranks, and sums the returned rows by token.
+Each operation (dispatch, combine, and their backwards) begins with a header from each rank to each other rank
+(`headers`), for which the host waits. The header of a dispatch says how many rows each rank sends. A rank receives the
+tokens that have an expert there, each token once, in their order.
+
+To find out which token goes to which ranks, and to sum the returned rows by token, a second `Routing` is used, with
+ranks in place of experts.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class AllToAll:
     Args:
         group: the process group.
         owners: which rank owns which experts.
-        identity: the number of this ExpertParallel, the same on all ranks.
+        identity: a number that identifies this ExpertParallel, the same on all ranks.
     """
 
     name = "all_to_all"
@@ -44,7 +47,10 @@ class AllToAll:
         self.headers = Headers(self._swap_headers, owners.world, identity, self.turn)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Rows:
-        """Begin an exchange of tokens x with choices ids [N, K]; the host waits for all ranks' headers."""
+        """Begin an exchange (a dispatch and its combine) of tokens x with choices ids [N, K].
+
+        The host waits for all ranks' headers. No rows are sent yet.
+        """
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
@@ -53,7 +59,7 @@ class AllToAll:
         return _Rows(self, sent, num_sent, num_received, self.headers.number)
 
     def refuse(self) -> None:
-        """Tell the other ranks, instead of an exchange, that this rank refused its tokens."""
+        """Tell the other ranks that this rank refused its tokens; this takes the place of an exchange."""
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
@@ -62,10 +68,10 @@ class AllToAll:
 
     @contextlib.contextmanager
     def sending(self, phase: str) -> Iterator[None]:
-        """Send rows after a header inside this context.
+        """Context in which rows are sent after a header.
 
-        If this rank raises inside, the object refuses all later calls, since the other ranks wait for the remaining
-        rows until their time-out.
+        If this rank raises inside, the object refuses all later calls: the other ranks still wait for the remaining
+        rows, until their time-out.
         """
         try:
             yield
@@ -81,8 +87,10 @@ class AllToAll:
 
         Args:
             phase: the operation's name in errors.
-            out, rows: the buffer for received rows, and the rows to send.
-            num_out, num_in: number of rows that come from each rank, and go to each rank; None: equal numbers.
+            out: buffer for the received rows.
+            rows: the rows to send.
+            num_out: number of rows that come from each rank; None: equal numbers.
+            num_in: number of rows that go to each rank; None: equal numbers.
             group: the process group; None: the transport's own.
 
         Raises:
@@ -105,9 +113,9 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(group: Any) -> Any:
-    """Return a group of the same ranks that exchanges host memory, so that headers do not wait for kernels.
+    """Return a group of the same ranks that can exchange host memory, so that headers do not wait for kernels.
 
-    NCCL exchanges only GPU memory: each NCCL group gets a gloo group, made once. Every rank must call this.
+    NCCL exchanges only GPU memory, so for an NCCL group this is a gloo group, made once. Every rank must call this.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -119,10 +127,10 @@ def host_group(group: Any) -> Any:
 
 @dataclasses.dataclass
 class _Rows(Exchange):
-    """An exchange of compact rows: no gaps between the rows of different ranks.
+    """An exchange by all-to-all, in which received rows are compact: no gaps between the rows of different ranks.
 
     Attributes:
-        sent: a Routing of this rank's tokens to ranks, which take the place of experts.
+        sent: a Routing of this rank's tokens to ranks, with ranks in place of experts.
         num_sent, num_received: number of rows sent to each rank, and received from each rank.
         number: the dispatch's number among the operations of the ExpertParallel.
     """
@@ -145,7 +153,10 @@ class _Rows(Exchange):
             return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
 
     def _tokens_forth(self, x: Tokens) -> Tokens:
-        """Send tokens. MXFP8 is sent as bytes, since neither torch nor the back ends send every 8-bit float dtype."""
+        """Send tokens to their experts' ranks; return the received tokens.
+
+        MXFP8 is sent as bytes, since neither torch nor the back ends send every 8-bit float dtype.
+        """
         if isinstance(x, Tensor):
             return self._forth(DISPATCH, x)
         data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))
@@ -179,14 +190,12 @@ class _Rows(Exchange):
         return self._swap(phase, out, rows, self.num_received, self.num_sent)
 
     def _back(self, phase: str, rows: Tensor, out: Tensor) -> Tensor:
-        """Send rows back to their tokens' ranks; write the rows that return here to the first rows of `out`, and return
-        `out`.
-        """
+        """Send rows back to their tokens' ranks; return `out`, whose first rows are the rows that came back here."""
         self._swap(phase, out[: sum(self.num_sent)], rows, self.num_sent, self.num_received)
         return out
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        """Exchange rows. With gloo, GPU tensors are copied through the host, since gloo does not send GPU memory."""
+        """Exchange rows with all ranks. With gloo, which does not send GPU memory, GPU tensors go through the host."""
         by_host = out.is_cuda and self.transport.back_end == "gloo"
         received = torch.empty(out.shape, dtype=out.dtype, device="cpu") if by_host else out
         sent = rows.cpu() if by_host else rows
@@ -194,18 +203,20 @@ class _Rows(Exchange):
         return out.copy_(received) if by_host else out
 
     def _sums(self, phase: str, rows: Tensor, residual: Tensor | None) -> Tensor:
-        """Return [N, H]: for each of this rank's tokens, the sum of the rows sent back for it, plus the residual unless
-        None.
-        """
+        """Send rows back, and add those that return to this rank by token, plus the residual unless None: [N, H]."""
         row_of = self.sent.row_of
         buffer = self._back(phase, rows, rows.new_empty(row_of.numel(), rows.shape[1]))
         made: Tensor = combine_rows(buffer.view(*row_of.shape, rows.shape[1]), row_of, residual)
         return made
 
     def _of_weights(self, phase: str, d_weights: Tensor) -> Tensor:
-        """Return the gradients of this rank's weights [N, K], each summed over the ranks that got the token.
+        """Send gradients of received weights back; return the gradients of this rank's weights [N, K].
 
-        A rank that does not own the choice's expert adds exactly 0. d_weights: gradients of the received weights.
+        Each is the sum over the ranks that got the token. A rank that does not own the choice's expert adds exactly 0.
+
+        Args:
+            phase: the operation's name in errors.
+            d_weights: the gradients of the received weights.
         """
         row_of = self.sent.row_of
         zeros = d_weights.new_zeros(row_of.numel() + 1, d_weights.shape[1])

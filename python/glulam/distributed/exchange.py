@@ -1,4 +1,4 @@
-"""The interface of a transport between ranks: a layer's dispatch and combine, and the backward of both."""
+"""Interface of the transports: `Exchange` (a layer's dispatch and combine, and the backward of both), and PeerError."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ WHY = {
     "other form": "rank {} has tokens in another form; give 16-bit ones on all ranks or MXFP8 on all, and record "
     "gradients on all or none",
 }
-"""Reasons for which an exchange with a rank failed, by the names in `windows.REASONS` and `headers.SAID`."""
+"""Error texts for the reasons why an exchange with a rank failed; keys are in `windows.REASONS` and `headers.SAID`."""
 
 
 class PeerError(RuntimeError):
-    """Raised if another rank failed, refused its arguments, is in another operation, or does not take part in time.
+    """Raised if another rank failed, refused its arguments, is in another operation, or does not come in time.
 
     The message names the rank and the operation.
     """
 
 
 class Exchange(abc.ABC):
-    """One dispatch with its combine, and their backward passes.
+    """One dispatch with its combine, and their backward passes, as seen by one rank.
 
-    Tensors that this rank sends are ordered by its tokens; received tensors are ordered by rank, then by token. Whoever
-    calls a method must hold the transport's turn (see `turn.Turn`).
+    Tensors that this rank sends are ordered by its tokens. Received tensors are ordered by sending rank, then by token.
+    The caller of a method must hold the transport's `turn` (see `turn.Turn`).
 
     Attributes:
         transport: an AllToAll or a Symmetric.
@@ -49,7 +49,7 @@ class Exchange(abc.ABC):
 
     @property
     def turn(self) -> Turn:
-        """The ExpertParallel's Turn. Backward passes enter it themselves."""
+        """The ExpertParallel's Turn, a lock that only one thread at a time may hold. Backward passes enter it."""
         turn: Turn = self.transport.turn
         return turn
 
@@ -62,49 +62,59 @@ class Exchange(abc.ABC):
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
         """Send tokens x [N, H], with weights and ids [N, K] of their choices, to the ranks of their experts.
 
-        Returns the received x, weights and ids.
+        Returns (x, weights, ids) that this rank received.
         """
 
     @abc.abstractmethod
     def forth(self, d_out: Tensor) -> Tensor:
-        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens.
+        """Backward of `back`: send the gradients of the results, d_out [N, H], to the ranks that got the tokens.
 
-        Returns the gradients received here, one row for each received token.
+        Returns the gradients that this rank received, one row for each received token.
         """
 
     @abc.abstractmethod
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
-        """Send this rank's results, one sum for each received token, back to the tokens' ranks.
+        """Combine: send this rank's results, one sum for each received token, back to the tokens' ranks.
 
-        Returns [N, H]: for each token of this rank, the sums from all ranks added, plus the residual unless None.
+        Returns [N, H]: for each of this rank's own tokens the sum over all ranks, plus the residual unless None.
         """
 
     @abc.abstractmethod
     def fail(self) -> None:
-        """Tell the other ranks, instead of calling `back`, that this rank failed; their combine raises a PeerError."""
+        """Tell the other ranks that this rank failed; takes the place of `back`. Their combine raises a PeerError."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """Sum the experts' rows y [T, H] by token, and send the sums back as `back` does, with its result.
+        """Combine from rows: sum the experts' rows y [T, H] by token, then do the same as `back`.
 
-        here: the Routing of the received tokens.
+        Args:
+            y: the experts' results, one row for each choice of a received token.
+            here: the Routing of the received tokens.
+            residual: see `back`.
         """
         return self.back(combine(y, here), residual)
 
     @abc.abstractmethod
     def gradients_back(self, d_x: Tensor, d_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Send the gradients of received tokens and weights back to the tokens' ranks.
+        """Backward of `dispatch`: send the gradients of received tokens and weights back to the tokens' ranks.
 
-        d_weights None: weights need no gradient.
+        Args:
+            d_x: the gradients of the received tokens.
+            d_weights: the gradients of the received weights; None: weights need no gradient.
 
         Returns:
-            The gradient of this rank's tokens [N, H], summed over ranks, and of its weights [N, K], each from the rank
-                of the choice's expert; 0 for a choice without an expert.
+            (gradient of this rank's own tokens [N, H], summed over ranks; gradient of their weights [N, K] or None).
+                The gradient of a weight comes from the rank of the choice's expert; 0 for a choice without an expert.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """The result of dispatch that `combine` needs: the exchange, and the Routing of the tokens that arrived here."""
+    """The result of a dispatch that `combine` needs.
+
+    Attributes:
+        exchange: the exchange.
+        here: the Routing of the tokens that arrived on this rank to this rank's experts.
+    """
 
     exchange: Exchange
     here: Routing
@@ -130,7 +140,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """`Exchange.back` as an autograd function: from sums over this rank's experts to sums over all experts, [N, H]."""
+    """`Exchange.back` as an autograd function, from sums over this rank's experts to [N, H], sums over all experts."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, residual: Tensor | None, exchange: Exchange) -> Tensor:

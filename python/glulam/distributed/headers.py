@@ -1,6 +1,6 @@
-"""Headers that ranks exchange before they exchange rows by all_to_all.
+"""Headers that ranks exchange before they exchange rows by all_to_all, so that mistakes raise errors.
 
-torch.distributed sends any bytes without looking at them: if one rank is in dispatch while another is in combine, or
+torch.distributed sends any bytes without looking at them. If one rank is in dispatch while another is in combine, or
 sends another dtype, rows come out wrong without an error, or the back end ends the process. So each operation begins
 with a header of fixed size to every rank, and rows follow only if all headers agree.
 """
@@ -20,7 +20,8 @@ from .turn import SHARED, Turn
 
 PHASES = (DISPATCH, COMBINE, f"backward of {COMBINE}", f"backward of {DISPATCH}")
 SAID = (*STATUSES, "failed")
-"""Names of a header's status. After "refused" and "failed" no rows follow; that rank's own error says why."""
+"""Names of a header's status: formats of rows, or "refused" and "failed". After these two no rows follow; that rank
+raises its own error."""
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
@@ -30,12 +31,12 @@ class Header(NamedTuple):
     All fields except `rows` must be equal on all ranks.
 
     Attributes:
-        identity: the number of the ExpertParallel, the same on all its ranks.
-        number: the operation's number among those of the ExpertParallel.
-        phase: an index of PHASES, the kind of operation.
-        answers: the number of the dispatch that this operation belongs to; 0: the operation is a dispatch.
+        identity: a number that identifies the ExpertParallel, the same on all its ranks.
+        number: the operation's number among all operations of the ExpertParallel.
+        phase: the kind of operation, as an index of PHASES.
+        answers: the number of the dispatch to which this operation belongs; 0: the operation is a dispatch.
         status: an index of SAID.
-        dtype: an index of DTYPES, the rows' dtype.
+        dtype: the rows' dtype, as an index of DTYPES.
         width: columns of the rows.
         has_weights: 1 if gradients of choices' weights follow, else 0.
         rows: number of rows that follow for the rank that reads this header.
@@ -62,7 +63,7 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """Exchange of headers for the operations of one ExpertParallel, in their order.
+    """Exchanges and compares headers for the operations of one ExpertParallel, in their order.
 
     Args:
         swap: function (phase, tensor [W, n]) that runs torch.distributed's all-to-all, or raises PeerError.
@@ -82,14 +83,14 @@ class Headers:
             raise PeerError(f"{self._ended}; make a new object on all ranks")
 
     def end(self, why: str) -> None:
-        """Refuse all later operations with the error text `why`, since other ranks may still be inside one."""
+        """Refuse all later operations with the error text `why`, since other ranks may still be in an operation."""
         self._ended = self._ended or why
 
     def agree(
         self, phase: str, like: Tensor, rows: list[int], expected: list[int] | None = None, *,
         status: str = STATUSES[0], answers: int = 0, has_weights: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Begin an operation of all ranks; return how many rows come from each rank.
+        """Begin an operation: exchange headers with all ranks, and return how many rows come from each rank.
 
         Args:
             phase: the kind of operation, one of PHASES.
@@ -123,8 +124,7 @@ class Headers:
         return received
 
     def tell(self, phase: str, status: str, answers: int = 0) -> None:
-        """Send a header with status "refused" or "failed" instead of doing an operation; the other ranks then raise a
-        PeerError."""
+        """Send only a header with status "refused" or "failed", without rows; the other ranks raise a PeerError."""
         if self._ended:
             return
         try:
@@ -141,7 +141,9 @@ class Headers:
     ) -> tuple[Header, list[Header]]:
         """Send a header to each rank; return (this rank's header for rank 0, the headers from all ranks).
 
-        row_format: dtype, width and has_weights of the header.
+        Args:
+            phase, rows, answers, status: see `agree`.
+            row_format: (dtype, width, has_weights) of the header.
         """
         self.number += 1
         place, said = (self._identity, self.number, PHASES.index(phase), answers), SAID.index(status)

@@ -1,4 +1,4 @@
-"""Agreement of a group's ranks when an ExpertParallel is made: on sizes, and on the transport of rows."""
+"""Agreement of all ranks when an ExpertParallel is made: they compare sizes, and choose the transport of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _host() -> str:
-    """Return a name of this machine that changes when it reboots."""
+    """Return the machine's name and boot id, so that ranks can tell whether they are on one host."""
     return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
@@ -30,7 +30,7 @@ def _gpu() -> str:
 
 
 def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
-    """Return why ranks on these (host, GPU) pairs cannot access each other's memory; "": they can."""
+    """Return text that says why ranks on these (host, GPU) pairs cannot access each other's memory; "": they can."""
     gpus = [gpu for _, gpu in places]
     if "nccl" not in dist.get_backend(group):
         return f"the group's back end is {dist.get_backend(group)}; it must be nccl"
@@ -49,9 +49,9 @@ def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
 
 
 def _untested(index: int) -> str:
-    """Return why kernels between GPUs must not run on this GPU; "": they may.
+    """Return text that says why kernels between GPUs must not run on this GPU; "": they may.
 
-    A stamp of `glulam validate` does not count, since it covers no kernels between GPUs.
+    Only the developers' tests count. A stamp of `glulam validate` does not, since it covers no kernels between GPUs.
     """
     try:
         gpu = devices.gpu(index)
@@ -65,19 +65,22 @@ def _untested(index: int) -> str:
 def agree(
     group: Any, transport: str, sizes: tuple[Any, ...], unfit: str, error: Exception | None = None
 ) -> tuple[str, int]:
-    """Return (the transport for all ranks, a number that identifies this ExpertParallel). Every rank must call this.
+    """Compare options between ranks, and choose one transport for all. Every rank must call this.
 
     Args:
         group: the process group.
         transport: the requested transport, or "auto" for the best.
         sizes: values that must be equal on every rank.
-        unfit: why the sizes do not fit the symmetric transport; "": they do.
+        unfit: text that says why the sizes do not fit the symmetric transport; "": they fit.
         error: an error in this rank's options, raised after the other ranks have been told; None: no error.
 
+    Returns:
+        (transport, a number that identifies this ExpertParallel on all ranks).
+
     Raises:
-        ValueError: on every rank, if a rank has other sizes or requests another transport, or if "symmetric" is
-            requested and cannot work.
-        PeerError: another rank's options are invalid, or it does not call this within the group's time-out.
+        ValueError: on every rank: a rank has other sizes or requests another transport, or "symmetric" is requested
+            and cannot work.
+        PeerError: another rank's options are invalid, or another rank does not call this within the group's time-out.
     """
     mine = (transport, *map(str, sizes))
     everyone = _gathered(group, (mine, (_host(), _gpu()), secrets.randbits(62), str(error or "")))
@@ -103,9 +106,10 @@ def agree(
 
 
 def _gathered(group: Any, mine: Any) -> list[Any]:
-    """Return `mine` of every rank, in rank order.
+    """Gather an object from every rank; return the objects in the order of ranks.
 
-    Raises PeerError if a rank does not call this within the group's time-out.
+    Raises:
+        PeerError: a rank does not call this within the group's time-out.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:

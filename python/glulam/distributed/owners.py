@@ -1,4 +1,4 @@
-"""Ownership of experts by ranks, as plain arithmetic on numbers and tensors."""
+"""Which rank owns which experts: plain arithmetic on numbers and tensors."""
 
 from __future__ import annotations
 
@@ -26,36 +26,42 @@ class Owners(NamedTuple):
         return self.first(rank + 1) - self.first(rank)
 
     def spread_of_arrived(self, rank: int, top_k: int) -> int:
-        """Return `Routing.world_experts` for the tokens that arrive at `rank`, so that kernels suit the rows expected.
+        """Return `Routing.world_experts` for the tokens that arrive at `rank` with the all_to_all transport.
 
-        The result is E times the share of all tokens that arrive, at least L: a token arrives only if one of its K
-        choices is here. With L of E experts here the share is 1 - C(E - L, K) / C(E, K), C the binomial coefficient.
+        By this number the choice of kernels estimates how many rows this rank's experts get. Only tokens that chose an
+        expert of this rank arrive, so the arrived tokens have more rows here than average tokens. With L of the E
+        experts here, a share 1 - C(E - L, K) / C(E, K) of all tokens arrives (C: the binomial coefficient, K choices).
+        The result is E times this share, but at least L.
         """
         here, chosen = self.count(rank), math.comb(self.num_experts, top_k)
         share = 1 - math.comb(self.num_experts - here, top_k) / chosen
         return max(here, round(self.num_experts * share))
 
     def spread_in_room(self, tokens: int, most: int) -> int:
-        """Return `Routing.world_experts` for a receiving buffer, so that kernels suit the rows expected in it.
+        """Return `Routing.world_experts` for the receiving buffer of the symmetric transport.
 
-        The buffer has room for `most` tokens of each rank. If each rank sends n tokens, the result is E most / n. As n,
-        this rank's number `tokens` is taken, rounded up to a power of two, so that few numbers of tokens need plans of
-        their own; if it is 0, n = `most`, since nothing is known of the other ranks.
+        By this number the choice of kernels estimates how many rows this rank's experts get. The buffer has room for
+        `most` tokens of each rank, but is only partly filled: if each rank has n tokens, the result is E most / n. The
+        other ranks' numbers are not known, so n is this rank's number `tokens`, rounded up to a power of two, so that
+        few numbers of tokens need plans of their own. If `tokens` is 0, n is `most`.
         """
         used = min(1 << (tokens - 1).bit_length(), most) if tokens else most
         return self.num_experts * most // used
 
     def ranks_of(self, ids: Tensor) -> Tensor:
-        """Return the ranks, int64, that own the experts `ids`; `world` for an id that is no expert."""
+        """Return the rank, int64, that owns each expert in `ids`; `world` for an id that is no expert."""
         ids = ids.long()
         rank = ((ids + 1) * self.world - 1).div(self.num_experts, rounding_mode="floor")
         return rank.where((ids >= 0) & (ids < self.num_experts), self.world)
 
     def destinations(self, ids: Tensor) -> Tensor:
-        """Return the ranks to which each token goes, int32 [N, world]: column r is r if one of the token's choices is
-        on rank r, else -1.
+        """Return the ranks to which each token goes, int32 [N, world].
 
-        ids: the choices [N, K].
+        Column r is r if one of the token's choices is on rank r, else -1. So the result is like the ids of a routing in
+        which ranks take the place of experts.
+
+        Args:
+            ids: the choices [N, K].
         """
         goes = torch.zeros(len(ids), self.world + 1, dtype=torch.bool, device=ids.device)
         goes = goes.scatter_(1, self.ranks_of(ids), True)[:, : self.world]

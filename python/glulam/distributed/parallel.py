@@ -36,7 +36,7 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Allowed dtypes of the weights of choices."""
 MAX_RANKS = MAX_K
-"""Most ranks: the kernel that sums a token's rows from other ranks is the one that sums the rows of its choices."""
+"""Most ranks: the kernel that sums a token's rows from all ranks also sums the rows of its choices, at most MAX_K."""
 MOST_TRIED = 64
 
 
@@ -55,9 +55,10 @@ class ExpertParallel:
         y_here = glulam.moe(x_here, routing_here, w1, w2)
         y = ep.combine(y_here, handle)
 
-    A token is sent once to each rank that owns one of its experts. The results of a token are added first on that rank,
-    in the order of the choices, then on the token's own rank, in the order of ranks; both sums are computed in float32
-    and rounded once, so every run of a group gives the same bits. Ranks may have different numbers of tokens, or none.
+    A token is sent once to each rank that owns one of its experts. There, the results of this rank's experts are added
+    in the order of the choices; then, on the token's own rank, the sums from all ranks are added in the order of ranks.
+    Each sum is computed in float32 and rounded once, so every run of a group gives the same bits. Ranks may have
+    different numbers of tokens, or none.
 
     Every rank of the group must make the same calls in the same order, backward passes included.
 
@@ -66,23 +67,26 @@ class ExpertParallel:
         num_experts, top_k, hidden_size: E, K and H. E is at most 1024 and at least the number of ranks.
         max_tokens: the most tokens of a rank in one call.
         dtype: dtype of tokens.
-        transport: "symmetric" stores to the memory of the host's other GPUs: no host synchronisation, and CUDA graphs
-            can capture it. Received data lies in buffers, twice world x max_tokens rows, that the next dispatch
-            overwrites; if gradients are recorded, it is copied. "all_to_all" uses torch.distributed's all-to-all, which
-            any back end has: the host waits once in each dispatch for the numbers of rows, so no CUDA graph can capture
-            it. "auto": symmetric if all ranks have GPUs of one host that can access each other, else all_to_all.
+        transport: how rows are sent.
+            "symmetric": kernels store to the memory of the host's other GPUs, without host synchronisation, and CUDA
+                graphs can capture them. Received data lies in buffers, twice world x max_tokens rows, that the next
+                dispatch overwrites; if gradients are recorded, the data is copied.
+            "all_to_all": torch.distributed's all-to-all, which any back end has. The host waits once in each dispatch
+                for the numbers of rows, so no CUDA graph can capture it.
+            "auto": symmetric if all ranks have GPUs of one host that can access each other, else all_to_all.
 
     Attributes:
         rank, world: this rank, and the number of ranks.
         first, num_local: the first expert here, and the number of experts here.
         transport: the chosen transport.
 
-    Only one thread at a time may use an object: if two use it at once, the second gets a RuntimeError, and the object
-    becomes unusable, since other ranks may have served their threads in another order.
+    Only one thread at a time may use an object. If two threads use it at once, the second gets a RuntimeError, and the
+    object becomes unusable, since the threads of other ranks may have come in another order.
 
     Raises:
         ValueError, TypeError: options are invalid, or differ between ranks.
-        PeerError: another rank's options are invalid, or it makes no ExpertParallel within the group's time-out.
+        PeerError: another rank's options are invalid, or another rank makes no ExpertParallel within the group's
+            time-out.
         RuntimeError: torch.distributed was not initialised.
     """
 
@@ -117,7 +121,7 @@ class ExpertParallel:
 
     @staticmethod
     def _unfit(window: Sizes) -> str:
-        """Return why the symmetric transport's kernels do not support these sizes; "": they do."""
+        """Return text that says why the symmetric transport's kernels do not support these sizes; "": they do."""
         if window.dtype not in KERNEL_DTYPES:
             return f"dtype is {window.dtype}; kernels take {', '.join(map(str, KERNEL_DTYPES))}"
         if window.hidden_size % WIDTH_MULTIPLE:
@@ -128,9 +132,7 @@ class ExpertParallel:
 
     @torch.no_grad()
     def _warm_up(self, device: torch.device) -> None:
-        """Run dispatch and combine without valid tokens, so that all kernels are loaded and no rank waits for another's
-        first call.
-        """
+        """Run dispatch and combine without valid tokens, to load all kernels: no rank then waits for a first call."""
         x = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=device)
         ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=device)
         for _ in range(2):
@@ -149,8 +151,9 @@ class ExpertParallel:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that a rank waits for others, 600 unless set; None: all_to_all, which has torch.distributed's
-        time-out.
+        """Seconds that a rank waits for other ranks with the symmetric transport, 600 unless set.
+
+        None: the transport is all_to_all, whose time-out is torch.distributed's, of the group.
         """
         return self._way.timeout if isinstance(self._way, Symmetric) else None
 
@@ -164,37 +167,39 @@ class ExpertParallel:
         """Send tokens to the ranks that own their experts. Differentiable in x and weights.
 
         Args:
-            x: [N, H], N at most max_tokens, in the object's dtype; or, on all ranks, an MXFP8Tensor quantised by rows
-                with block "1x128" and plain scales, H a multiple of 128, which has no gradient.
+            x: [N, H] in the object's dtype, N at most max_tokens. Or, on all ranks, an MXFP8Tensor quantised by rows
+                with block "1x128" and plain scales, H a multiple of 128; it is not differentiable.
             ids: int32 or int64 [N, K], the chosen experts; an id that is no expert (-1, E and more) is ignored.
             weights: [N, K], floating point.
 
         Returns:
-            x_here: [R, H], the tokens that have an expert here, ordered by their rank, then by their number, in x's
-                format. With the symmetric transport it has room for all ranks' tokens, R = world x max_tokens, with
-                gaps that routing_here does not read; unless gradients are recorded, the next dispatch overwrites it.
-            routing_here: a Routing of these tokens to the experts here.
+            x_here: [R, H], the tokens that have an expert on this rank, in x's format, ordered by their rank, then by
+                their number. With the symmetric transport it is a buffer with room for all ranks' tokens, R = world x
+                max_tokens, with gaps that routing_here does not read; unless gradients are recorded, the next dispatch
+                overwrites it.
+            routing_here: a Routing of these tokens to the experts of this rank.
             handle: an argument of `combine`.
 
         Raises:
             ValueError, TypeError: an argument is invalid; other ranks get a PeerError.
             GradientNotSupported: x is in MXFP8, and weights requires a gradient; other ranks get a PeerError.
-            PeerError: another rank's arguments are invalid, or in another format than here, or it does not dispatch in
-                time. With the symmetric transport, an earlier call's error may be raised here.
+            PeerError: another rank's arguments are invalid, or have another format than this rank's, or another rank
+                does not dispatch in time. With the symmetric transport, an earlier call's error may be raised here.
         """
         return self._dispatch(lambda: self._checked(x, ids, weights), ids, weights)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Do work before a dispatch inside this context. If the work raises, the other ranks' dispatch raises a
-        PeerError that says so.
-        """
+        """Context for work before a dispatch. If the work raises, the other ranks' dispatch raises a PeerError."""
         with self._way.turn, _telling(self._way.refuse):
             yield
 
     def _dispatch(self, tokens: Callable[[], Any], ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
-        """Dispatch the tokens that the function `tokens` returns; it also checks the arguments, and may raise. See
-        `dispatch`.
+        """Do the work of `dispatch`.
+
+        Args:
+            tokens: function that checks the arguments and returns the tokens. If it raises, other ranks are told.
+            ids, weights: see `dispatch`.
         """
         with self._way.turn:
             with self.refusing():
@@ -216,9 +221,10 @@ class ExpertParallel:
         return x_here, here, Handle(exchange, here)
 
     def _spread(self, tokens: int) -> int:
-        """Return `Routing.world_experts` (for the choice of kernels) for the tokens that arrive here.
+        """Return `Routing.world_experts`, by which kernels are chosen, for the tokens that arrive on this rank.
 
-        tokens: the number of tokens of this rank, by which the other ranks' numbers are estimated.
+        Args:
+            tokens: the number of tokens of this rank, by which the other ranks' numbers are estimated.
         """
         if self.transport == Symmetric.name:
             return self.owners.spread_in_room(tokens, self.max_tokens)
@@ -229,7 +235,7 @@ class ExpertParallel:
         return self.owners.spread_of_arrived(self.rank, self.top_k)
 
     def _checked(self, x: Any, ids: Any, weights: Any) -> Any:
-        """Return x after checking the arguments of `dispatch`. Raises the errors that `dispatch` documents."""
+        """Check the arguments of `dispatch`, and return x. Raises the errors that `dispatch` documents."""
         self._check_tokens(x)
         op, shape = DISPATCH, (x.shape[0], self.top_k)
         integers = torch.int32, torch.int64
@@ -245,28 +251,29 @@ class ExpertParallel:
     def combine(
         self, y_here: Tensor, handle: Handle, residual: Tensor | None = None, *, summed: bool | None = None
     ) -> Tensor:
-        """Send the results of the experts here back to the tokens' ranks, and add them there. Differentiable.
+        """Send the results of this rank's experts back to the tokens' ranks, and add them there. Differentiable.
 
         Args:
-            y_here: results of the experts, contiguous, multiplied by the weights of choices: sums or rows. With the
-                symmetric transport in the object's dtype; the gradient of sums then has the same gaps as x_here.
+            y_here: results of the experts, contiguous, multiplied by the weights of choices, in one of two forms:
                 Sums: [R, H], one for each row of x_here, as `glulam.moe(x_here, routing_here, ...)` returns.
                 Rows: [T, H], T = R top_k, one for each row of routing_here, as `grouped_mlp` returns when called with
                     `offs=routing_here.offs, row_scale=routing_here.weight_of_row`. The rows of each token are added
-                    here first.
+                    on this rank first.
+                With the symmetric transport, y_here must have the object's dtype, and the gradient of sums has the same
+                gaps as x_here.
             handle: the handle that the dispatch returned.
             residual: [N, H], added to the sums; None: nothing is added.
-            summed: True: y_here holds sums. False: rows. None: derived from its shape. With top_k = 1 the two shapes
-                are equal, but rows are ordered by expert and sums by token: None then means sums, so pass False for
-                rows.
+            summed: True: y_here holds sums. False: y_here holds rows. None: its shape decides. With top_k = 1 both
+                shapes are equal, but sums are ordered by token and rows by expert. None then means sums, so pass False
+                for rows.
 
         Returns:
             [N, H]: residual[n] + the sum over ranks of token n's sums.
 
         Raises:
             ValueError, TypeError: an argument is invalid. Nothing was sent, so the call can be repeated.
-            PeerError: another rank failed since the dispatch, is in another operation, sends another dtype or width, or
-                does not combine in time.
+            PeerError: since the dispatch, another rank failed; or it is in another operation, sends another dtype or
+                width, or does not combine in time.
         """
         is_summed = _check_back(y_here, handle, summed, residual)
         return self._combine(y_here, handle, residual, is_summed)
@@ -280,7 +287,7 @@ class ExpertParallel:
             return handle.exchange.back_rows(y_here, handle.here, residual)
 
     def collect(self, sums: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
-        """Run `combine` on sums [R, H], without checking their shape."""
+        """Do the work of `combine` for sums [R, H], without checking their shape."""
         with self._way.turn:
             out: Tensor = Collect.apply(sums, residual, handle.exchange)  # type: ignore[no-untyped-call]
         return out
@@ -289,21 +296,25 @@ class ExpertParallel:
         self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
         x: Tokens, routing: Routing, residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Dispatch tokens, run the experts on the tokens that arrive here, and combine the results.
+        """Run a whole layer: dispatch tokens, run the experts on the tokens that arrive, and combine the results.
 
-        If this rank raises, the other ranks' call raises a PeerError: in dispatch, before anything was sent, if an
-        argument is the cause; else in combine.
+        If this rank raises, the other ranks' call raises a PeerError. If an argument is the cause, that happens in
+        dispatch, before anything is sent; else in combine.
 
         Args:
             op: the public operator's name in errors.
             recipe: the experts' recipe, which decides whether tokens are sent in MXFP8.
-            experts: function (x_here, routing_here, is_summed) of the experts' results: if is_summed, which is the case
-                with gradients, a sum for each token; else rows, which combine adds on their way back.
-            given: the remaining arguments of the experts, by name: the experts check them only if they differ in kind
-                from earlier calls' arguments.
+            experts: function (x_here, routing_here, is_summed) that returns the experts' results. is_summed is True if
+                gradients are recorded: return a sum for each token. False: return rows, which combine adds on their way
+                back.
+            given: the other arguments of the experts, by name. They are checked before dispatch, by a call of `experts`
+                without tokens, if an earlier call had no arguments of the same kind (shape, dtype, ...).
             x, routing: the tokens [N, H], and their Routing to all experts.
             residual: [N, H], added to the result; None: nothing is added.
             shared: function that computes the residual from x while rows are on their way; None: `residual` is used.
+
+        Returns:
+            [N, H], the result for this rank's own tokens.
         """
         with self._way.turn:
             beside = None if shared is None else SideStreamWork(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
@@ -323,9 +334,11 @@ class ExpertParallel:
         self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
         x: Tokens, routing: Routing,
     ) -> Tokens:  # fmt: skip
-        """Return a layer's tokens in the format in which they are sent.
+        """Check the tokens, the routing and the experts' arguments of a layer; return the tokens as they are sent.
 
-        Raises the errors of invalid tokens, routing or arguments of the experts.
+        Raises:
+            ValueError, TypeError: an argument is invalid.
+            GradientNotSupported: see `dispatch`.
         """
         if (routing.first, routing.num_experts) != (0, self.num_experts):
             raise ValueError(
@@ -344,7 +357,10 @@ class ExpertParallel:
     def _try_experts(
         self, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any], x: Tokens, routing: Routing
     ) -> None:
-        """Let the experts check their arguments by a call with zero tokens; done once for each kind of arguments."""
+        """Let the experts check their arguments, by a call with zero tokens: once for each kind of arguments (`_kind`).
+
+        An error is raised here, before anything is sent, and not while other ranks wait.
+        """
         key = isinstance(x, Tensor), torch.is_grad_enabled(), *map(_kind, given.values())
         if key in self._tried:
             return
@@ -360,11 +376,11 @@ class ExpertParallel:
 
     @functools.cached_property
     def _tried(self) -> set[Any]:
-        """Keys of the arguments that the experts have checked and accepted."""
+        """Keys of the kinds of arguments that the experts have checked and accepted."""
         return set()
 
     def _as_sent(self, op: str, recipe: str | Recipe, x: Tokens) -> Tokens:
-        """Return a layer's tokens in the format in which they are sent.
+        """Convert a layer's tokens to the format in which they are sent: 16 bits or MXFP8.
 
         The format depends only on recipe, sizes, grad mode and x's own format, so it is the same on all ranks.
         """
@@ -388,7 +404,13 @@ class ExpertParallel:
 
 
 def _check_options(sizes: dict[str, Any], world: int, transport: Any, dtype: Any) -> None:
-    """Raise ValueError or TypeError if an option of ExpertParallel is invalid. sizes: the integer options by name."""
+    """Raise ValueError or TypeError if an option of ExpertParallel is invalid.
+
+    Args:
+        sizes: the integer options by name.
+        world: the number of ranks.
+        transport, dtype: the other options.
+    """
     num_experts = sizes["num_experts"]
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
@@ -410,10 +432,14 @@ def _check_options(sizes: dict[str, Any], world: int, transport: Any, dtype: Any
 
 
 def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
-    """Return True if y_here has one row for each token of `here`; False: one row for each choice. See summed of
-    `combine`.
+    """Return True if y_here holds sums, one for each token of `here`; False: rows, one for each choice.
 
-    Raises ValueError or TypeError if it has neither, or not the one that `summed` says.
+    Args:
+        y_here, summed: see `ExpertParallel.combine`.
+        here: the Routing of the tokens on this rank.
+
+    Raises:
+        ValueError, TypeError: y_here has neither shape, or not the shape that `summed` requires.
     """
     check_tensor(COMBINE, "y_here", y_here, "a tensor [tokens here, H] or [T, H]", here.row_of)
     tokens, k = here.row_of.shape
@@ -431,9 +457,7 @@ def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
 
 @contextlib.contextmanager
 def _telling(tell: Callable[[], None]) -> Iterator[None]:
-    """Do work that other ranks depend on inside this context. If it raises, call `tell`, which makes the other ranks'
-    operation raise.
-    """
+    """Context for work on which other ranks depend. If the work raises, call `tell`, so that other ranks raise too."""
     try:
         yield
     except Exception:
@@ -442,16 +466,18 @@ def _telling(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _by_sums(x: Tokens) -> bool:
-    """Return True if a layer's experts must return a sum for each token, not a row for each choice.
+    """Return True if a layer's experts must return a sum for each token; False: a row for each choice.
 
-    This is so if gradients are recorded; tokens x in MXFP8 have no gradients.
+    Sums are needed if gradients are recorded. Tokens x in MXFP8 have no gradients.
     """
     return torch.is_grad_enabled() and isinstance(x, Tensor)
 
 
 def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any) -> bool:
-    """Check the arguments of `combine`; return True if y_here holds sums, False if rows. Raises ValueError or
-    TypeError.
+    """Check the arguments of `combine`; return True if y_here holds sums, False if it holds rows.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
     """
     is_summed = _holds_sums(y_here, handle.here, summed)
     if residual is not None:
@@ -461,8 +487,9 @@ def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any)
 
 
 def _kind(value: Any) -> Any:
-    """Return a key made of the properties of an argument that experts check, such as shape and dtype; for a list, its
-    length and its first tensor's properties.
+    """Return a key for the kind of an argument: the properties that experts check, such as type, shape and dtype.
+
+    For a list, the key has the length and the first tensor's properties.
     """
     if isinstance(value, (list, tuple)):
         return type(value), len(value), *map(_kind, value[:1])

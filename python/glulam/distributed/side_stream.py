@@ -1,4 +1,4 @@
-"""Work that needs no other rank, such as a shared expert, on a side stream while rows are exchanged."""
+"""Runs work that needs no other rank, such as a shared expert, on a side stream while rows are exchanged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from ..host import device as gpus
 
 FEW_TOKENS = 256
-"""Most tokens at which a side stream is used. Times of a layer as a CUDA graph of 64 tokens on two H100, with and
-without a side stream: Qwen2-57B-A14B, whose shared expert is wide, 800 and 821 us; DeepSeek-V3 3850 and 3864 us. At
-4096 tokens the shared expert's tiles take turns with the other experts' tiles: one layer takes 2 % less time, the other
-2 % more.
+"""Largest number of tokens for which a side stream is used.
+
+Times of a layer as a CUDA graph of 64 tokens on two H100, with and without a side stream: Qwen2-57B-A14B, whose shared
+expert is wide, 800 and 821 us; DeepSeek-V3 3850 and 3864 us. At 4096 tokens the shared expert's tiles take turns with
+the other experts' tiles: one layer takes 2 % less time, the other 2 % more.
 """
 
 
@@ -24,11 +25,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStreamWork:
-    """Runs `work(x)` on a side stream, concurrently with the work that the current stream gets after construction.
+    """Runs `work(x)` on a side stream, concurrently with work that the current stream gets after construction.
 
-    The side stream is used for at most FEW_TOKENS tokens, on a GPU and without gradients; else `run` computes on the
-    current stream. The result's memory belongs to the side stream, which all threads and all current streams of this
-    device share: the memory is reused only after the current stream has read the result.
+    Call `run`, then `join`; after `join` the current stream may read the result. The side stream is used only on a GPU,
+    for at most FEW_TOKENS tokens, and without gradients. Otherwise `run` computes on the current stream. A device has
+    one side stream for all threads and streams. The result's memory belongs to the side stream, and is reused only
+    after the current stream has read the result.
     """
 
     def __init__(self, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -37,7 +39,7 @@ class SideStreamWork:
         self._begin = torch.cuda.current_stream(x.device).record_event() if is_beside else None
 
     def run(self) -> Tensor:
-        """Return the result of `work`; the current stream may read it after `join`."""
+        """Enqueue `work`, and return its result, which the current stream may read after `join`."""
         if self._begin is None:
             return self._work(self._x)
         side, current = _stream(self._x.device), torch.cuda.current_stream(self._x.device)

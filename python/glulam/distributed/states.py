@@ -1,4 +1,4 @@
-"""Conversion of state dicts, and selection of parameters, for layers whose experts are spread over ranks."""
+"""State dicts and parameters of layers whose experts are spread over ranks: sharding, gathering, selecting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .parallel import ExpertParallel
 _NUMBERED = re.compile(
     r"(?P<before>(?:.*\.)?experts\.(?:fc[12]\.(?:weight|bias|weight_scale))?)(?P<number>\d+)(?P<after>.*)"
 )
-"""Pattern of a key of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
+"""Pattern of keys with an expert's number: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE.
+"""
 _PACKED = re.compile(r"(?:.*\.)?experts\..*")
 
 
@@ -25,14 +26,14 @@ def _number_of(key: str) -> tuple[str, int, str] | None:
 
 
 def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return those entries of a whole model's state dict that this rank loads.
+    """Select from a whole model's state dict the entries that this rank loads.
 
-    They are the weights of this rank's experts, and all tensors that do not belong to experts.
+    These are the weights of this rank's experts, and all tensors that do not belong to experts.
 
     Args:
-        state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked in one tensor or one
-            by one.
-        parallel: the ExpertParallel of all layers in it.
+        state: the whole model's state dict. Experts may have any names that `nn.MoE` loads, and be stacked in one
+            tensor or stored one by one.
+        parallel: the ExpertParallel of all layers in the state dict.
 
     Returns:
         A new dict. One-by-one experts are renumbered from 0; stacked experts are views.
@@ -57,13 +58,13 @@ def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> d
 
 
 def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return the state dict of the whole model, joined from all ranks', to be saved and loaded by any number of ranks.
+    """Join the state dicts of all ranks to that of the whole model, which any number of ranks can load.
 
     Every rank must call this.
 
     Args:
         state: this rank's state dict.
-        parallel: the ExpertParallel of all layers in it.
+        parallel: the ExpertParallel of all layers in the state dict.
 
     Returns:
         On every rank, a dict of CPU tensors with the experts of all ranks.
@@ -86,8 +87,8 @@ def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that differ between ranks: the experts' parameters in layers that have a `parallel`.
 
-    Gradients of these parameters are complete on their own rank. Gradients of all other parameters must be averaged
-    over the group, as DistributedDataParallel does; make it skip the experts by:
+    The gradients of these parameters are complete on their rank. The gradients of all other parameters must be averaged
+    over the group, as DistributedDataParallel does. This makes DistributedDataParallel skip the experts:
 
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
 

@@ -1,5 +1,7 @@
-"""Transport by stores to the memory of the host's other GPUs: kernels write rows, then words that announce the rows
-(docs/distributed.md). The host waits for nothing, and CUDA graphs can capture it.
+"""Transport by stores to the memory of the host's other GPUs, which CUDA graphs can capture (docs/distributed.md).
+
+Kernels write rows to the other GPUs, then words that announce the rows, for which the receiving kernels wait. The host
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ TIMEOUT = 600.0
 
 
 class _Kernels:
-    """The kernels of the transport for one GPU and one dtype, which `launch` finds by name."""
+    """The kernels of the transport for one GPU and one dtype. `launch` runs a kernel by its name."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.index = gpus.cuda_index("ExpertParallel", device)
@@ -48,13 +50,14 @@ class _Kernels:
 
 
 class Symmetric:
-    """One rank's side of the transport through windows (`window.Window`: memory that all ranks can access).
+    """One rank's side of the symmetric transport, through windows (`window.Window`: memory that all ranks can access).
 
-    All ranks must make the same calls in the same order. A call on another stream than the previous call's waits for
-    that stream; during graph capture the caller must order the streams.
+    All ranks must make the same calls in the same order. If a call is on another stream than the previous call, its
+    stream waits for the previous stream; during graph capture the caller must order the streams.
 
     Args:
-        window: this rank's window. held: objects that keep its memory alive.
+        window: this rank's window.
+        held: objects that keep the window's memory alive.
         rank: this rank.
         num_experts: E.
         sizes: the window's sizes.
@@ -83,7 +86,7 @@ class Symmetric:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a rank waits for others; a new value also applies to graphs that are captured already."""
+        """Seconds that a rank waits for other ranks. A new value also applies to graphs that are captured already."""
         return self._timeout
 
     @timeout.setter
@@ -92,8 +95,11 @@ class Symmetric:
         self._state[STATE.index("timeout")] = int(seconds * 1e9)
 
     def check(self) -> None:
-        """Raise PeerError if the device found an error in an earlier call, or RuntimeError if two threads used this
-        object at once.
+        """Raise the error of an earlier call.
+
+        Raises:
+            PeerError: kernels found an error.
+            RuntimeError: two threads used this object at once.
         """
         if error := self._error.value:
             rank, reason, phase, number = failure(error)
@@ -117,8 +123,9 @@ class Symmetric:
         return _Slots(self, handle, empty(tokens, world), empty(tokens, k), keeps=torch.is_grad_enabled())
 
     def refuse(self) -> None:
-        """Tell the other ranks, instead of an exchange, that this rank refused its tokens; the object cannot be used
-        afterwards.
+        """Tell the other ranks that this rank refused its tokens, in place of an exchange.
+
+        The object cannot be used afterwards.
         """
         if not self._error.value:
             self.send_tokens(tokens=0, status="refused")
@@ -157,12 +164,12 @@ class _Slots(Exchange):
     A token has the same slot, given by its rank and its number, in each window that it is sent to.
 
     Attributes:
-        handle: int64 [1 + W], the operation's number, and the number of tokens of each rank.
+        handle: int64 [1 + W], written by the kernel: the operation's number, and the number of tokens of each rank.
         sum_rows: [N, W], written by the kernel: for each token and rank, the row of `window.sums` where the rank's sum
             arrives; -1: the token does not go to this rank.
-        weight_places: [N, K], written by the kernel: for each choice, the index in `window.weight_gradients` where its
-            gradient arrives; -1: the choice has no expert.
-        keeps: True: received tensors must outlive the next dispatch, and are therefore copied.
+        weight_places: [N, K], written by the kernel: for each choice, the index in `window.weight_gradients` where the
+            gradient of its weight arrives; -1: the choice has no expert.
+        keeps: True: received tensors must outlive the next dispatch, so they are copied.
     """
 
     transport: Symmetric
@@ -176,14 +183,13 @@ class _Slots(Exchange):
         return len(self.sum_rows)
 
     def fail(self) -> None:
-        """Send a dispatch with status "refused": the other ranks, which are in combine, see by it that this rank
-        failed.
-        """
+        """Send a dispatch with status "refused", by which the other ranks, in combine, see that this rank failed."""
         self.transport.refuse()
 
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send tokens; return the received ones as views of the window (memory that all ranks can access), which the
-        next dispatch overwrites, or copies if `keeps`.
+        """Send tokens, and return the received tokens, weights and ids.
+
+        The results are views of this rank's window, which the next dispatch overwrites; if `keeps`, they are copies.
         """
         weights = weights.contiguous()
         self._send(x, ids=ids.data_ptr(), weights=weights.data_ptr())
@@ -192,7 +198,7 @@ class _Slots(Exchange):
         return tuple(one.clone() for one in came) if self.keeps else came  # type: ignore[return-value]
 
     def forth(self, d_out: Tensor) -> Tensor:
-        """Send gradients; return a copy of the gradients received, since weight gradients may be computed later."""
+        """Send gradients; return a copy of the received gradients, since weight gradients may be computed later."""
         self._send(d_out, ids=0, weights=0)
         return self.transport.window.rows.clone()
 
@@ -226,14 +232,16 @@ class _Slots(Exchange):
         self.transport.send_tokens(status=status_of(x), **rows, **table, **self._back())
 
     def _back(self) -> dict[str, int]:
-        """Return, as kernel arguments, the addresses of `sum_rows`, `weight_places` and `handle`."""
+        """Return the addresses of `sum_rows`, `weight_places` and `handle` as kernel arguments, by name."""
         tensors = {"sum_rows": self.sum_rows, "weight_places": self.weight_places, "handle": self.handle}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _check_back(self, y: Tensor, of_a_token: int) -> None:
         """Raise ValueError or TypeError if y does not have the shape, dtype and device that the kernel reads.
 
-        of_a_token: number of rows of y for each token: 1 for sums, top_k for rows.
+        Args:
+            y: the experts' results.
+            of_a_token: number of rows of y for each token: 1 for sums, top_k for rows.
         """
         sizes = self.transport.sizes
         shape, why = (of_a_token * sizes.rows, sizes.hidden_size), f"hidden_size is {sizes.hidden_size}"
@@ -251,7 +259,7 @@ class _Slots(Exchange):
         )  # fmt: skip
 
     def _add(self, residual: Tensor | None) -> Tensor:
-        """Return [N, H]: for each token, the received sums added in rank order, plus the residual unless None."""
+        """Add the received sums of each token in the order of ranks, plus the residual unless None; return [N, H]."""
         sums = self.transport.window.sums
         tokens, world = self.sum_rows.shape
         out = sums.new_empty(tokens, sums.shape[1])

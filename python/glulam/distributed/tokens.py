@@ -1,4 +1,4 @@
-"""The format in which tokens are sent: 16 bits, or MXFP8 if a layer's recipe multiplies MXFP8."""
+"""The format in which tokens are sent between ranks: 16 bits, or MXFP8 if a layer's recipe multiplies MXFP8."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..recipes import Recipe
 
 Tokens = Tensor | MXFP8Tensor
 SENT_AS = ("row", "1x128", "plain")
-"""Axis, block and scale layout of tokens that are sent in MXFP8: FC1's kernels read them like this."""
+"""Axis, block and scale layout of tokens that are sent in MXFP8, as FC1's kernels read them."""
 WIDE = BLOCK_SIZES["1x128"]
-"""H of tokens in MXFP8 must be a multiple of this: a row's scales are then whole 4-byte words, aligned in every row."""
+"""H of tokens in MXFP8 must be a multiple of this, so that each row's scales are whole, aligned 4-byte words."""
 
 
 def status_of(x: Tokens) -> str:
-    """Return the name in `windows.STATUSES` of x's format."""
+    """Return the name of x's format in `windows.STATUSES`."""
     return "MXFP8 rows" if isinstance(x, MXFP8Tensor) else "16-bit rows"
 
 
@@ -56,31 +56,37 @@ def _check_form(op: str, x: MXFP8Tensor, dtype: torch.dtype) -> None:
 
 
 def refuse_gradients(op: str, x: Any, weights: Any) -> None:
-    """Raise GradientNotSupported if weights are trained and x is in MXFP8, which no backward takes."""
+    """Raise GradientNotSupported if x is in MXFP8 and weights require a gradient, since backward needs 16-bit x."""
     if isinstance(x, MXFP8Tensor) and torch.is_grad_enabled() and any_requires_grad(weights):
         want_16_bits(op, "x")
 
 
 def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Return True if a layer sends its 16-bit tokens in MXFP8.
+    """Return True if a layer quantises its 16-bit tokens to MXFP8 before they are sent.
 
-    It does so if FC1 would quantise them anyway, to the format SENT_AS, and no gradient is recorded, since backward
+    That is so if FC1 would quantise the tokens anyway, to the format SENT_AS, and if no gradient is recorded: backward
     needs 16-bit tokens.
     """
     return recipe.x == BY_128 and not torch.is_grad_enabled() and not hidden_size % WIDE and dtype in SOURCE_DTYPES
 
 
 def in_mxfp8(x: Tensor) -> MXFP8Tensor:
-    """Return x quantised to MXFP8 with blocks of 128, as FC1 would quantise it on the receiving rank."""
+    """Quantise x to MXFP8 with blocks of 128, as FC1 would do on the receiving rank."""
     made: MXFP8Tensor = quantize_mxfp8(x, block=BY_128.block)
     return made
 
 
 def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -> Tokens:
-    """Return MXFP8 tokens as they will be sent: in the format that the layer's recipe reads.
+    """Convert a caller's MXFP8 tokens to the format that the layer's recipe reads, before they are sent.
 
-    If the recipe reads 16-bit tokens, they are decoded before they are sent: the receiving buffer has room for the
-    tokens of all ranks, and decoding all of this buffer would take longer than the transfer.
+    If the recipe reads 16-bit tokens, they are decoded here, and not after the transfer: the receiving buffer has room
+    for the tokens of all ranks, and decoding the whole buffer would take longer than the transfer.
+
+    Args:
+        op: the operator, for errors.
+        recipe: the recipe.
+        x: the tokens.
+        dtype: the 16-bit dtype.
 
     Raises:
         ValueError, TypeError: the recipe does not take such tokens.

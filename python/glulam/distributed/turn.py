@@ -1,4 +1,4 @@
-"""Turn: lets only one thread at a time run the operations of an ExpertParallel."""
+"""Turn: a lock with which only one thread at a time runs operations of an ExpertParallel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ SHARED = (
 
 
 class Turn:
-    """A re-entrant context that one thread at a time may hold; a second thread that enters meanwhile gets a
-    RuntimeError.
+    """A re-entrant lock as a context. A thread that enters while another thread holds it gets a RuntimeError.
 
     Attributes:
-        was_shared: True after a second thread has tried to enter. Its call was refused, and the ExpertParallel is
-            unusable.
+        was_shared: True after a second thread has tried to enter; the ExpertParallel is then unusable.
     """
 
     def __init__(self) -> None:

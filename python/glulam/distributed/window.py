@@ -1,4 +1,4 @@
-"""Windows: memory of a rank that all ranks of its host can access, through which the symmetric transport sends rows."""
+"""Windows: memory of one rank that all ranks of its host can access. The symmetric transport writes rows into it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ ALIGNMENT = 256
 
 
 class Sizes(NamedTuple):
-    """The sizes that determine a window's layout: W ranks, at most L tokens on each, K choices for each token, and H
-    columns of a dtype.
+    """The sizes that determine a window's layout.
+
+    Attributes:
+        world: W, the number of ranks.
+        max_tokens: L, the most tokens of a rank.
+        top_k: K, the number of choices of a token.
+        hidden_size: H.
+        dtype: dtype of tokens.
     """
 
     world: int
@@ -35,8 +41,7 @@ class Sizes(NamedTuple):
         return self.world * self.max_tokens
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return (dtype, shape) of each region of a window (memory that all ranks of the host can access), in the order
-        of `windows.REGIONS`."""
+        """Return {region's name: (dtype, shape)} of a window's regions, in the order of `windows.REGIONS`."""
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "rows": (self.dtype, (self.rows, self.hidden_size)),
             "scales": (torch.uint8, (self.rows, num_blocks(self.hidden_size))),
@@ -49,7 +54,7 @@ class Sizes(NamedTuple):
         return {name: shapes[name] for name in REGIONS}
 
     def offsets(self) -> dict[str, int]:
-        """Return the byte at which each region begins; the entry "" is the size of the window in bytes."""
+        """Return {region's name: the byte at which it begins}; the entry "" is the size of the window in bytes."""
         found, end = {}, 0
         for name, (dtype, shape) in self.regions().items():
             found[name] = end
@@ -58,7 +63,7 @@ class Sizes(NamedTuple):
 
 
 class Window:
-    """A rank's own window: memory that all ranks of the host can access, cut into the regions of `windows.REGIONS`.
+    """A rank's own window, memory that all ranks of the host can access, divided into the regions of `windows.REGIONS`.
 
     Args:
         buffer: uint8, `sizes.offsets()[""]` bytes.
@@ -98,7 +103,11 @@ class Window:
 
 
 def shared_window(group: Any, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
-    """Return (a window that all ranks can access, objects that keep its memory alive). Every rank must call this."""
+    """Allocate this rank's window, and exchange addresses with all ranks. Every rank must call this.
+
+    Returns:
+        (the window, objects that keep its memory alive).
+    """
     size = sizes.offsets()[""]
     if sizes.world == 1:
         buffer, held = torch.empty(size, dtype=torch.uint8, device=device), None
