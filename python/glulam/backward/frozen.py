@@ -54,7 +54,7 @@ class Frozen(Path):
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return {argument: True if backward reads it}, as `Path.reads`. A weight's scales are read if the weight is."""
+        """Return {argument: True if backward reads it} (`Path.reads`). A weight's scales are read if the weight is."""
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 

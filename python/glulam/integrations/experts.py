@@ -1,4 +1,4 @@
-"""Experts modules of transformers: the names of their weights, and storage of quantised weights in them."""
+"""Helpers for experts modules of transformers: names of their weights, and storage of quantised weights in them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ..nn.quantized_linear import refusal
 from ..recipes import Recipe
 
 NAME = "glulam"
-"""The name of the experts implementation in transformers."""
+"""The name under which transformers knows this experts implementation."""
 _, SCALE, _ = SUFFIXES
 """SCALE: the suffix that turns a weight's name into the name of its scales."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-"""Attributes that transformers' ExpertsInterface sets on a class of experts, by which such a class is recognised."""
+"""Attributes that transformers' ExpertsInterface sets on its experts classes. A module with all of them is an experts
+module."""
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of configuration entries for the number of a layer's experts on all ranks."""
+"""Names that models' configurations use for the number of a layer's experts on all ranks."""
 
 
 def world_of(experts: Any) -> int | None:
-    """Return the number of experts on all ranks, from the model's configuration; None: this module has all of them."""
+    """Return the number of experts on all ranks, from the model's configuration; None: this module has all experts."""
     config = getattr(experts, "config", None)
     counts = [getattr(config, name, None) for name in _COUNTS]
     world = next((count for count in counts if type(count) is int), 0)
@@ -38,17 +39,18 @@ def is_experts(module: Any) -> bool:
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Return the names of the module's attributes that hold FC1's and FC2's weights."""
+    """Return the names of the module's attributes for FC1's weight and FC2's weight."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def keep(experts: Any, name: str, parts: Parts, recipe: Recipe) -> None:
-    """Replace a weight of an experts module by buffers with its quantised parts. 8-bit floats are stored as bytes.
+    """Store the quantised parts of an experts module's weight as buffers. 8-bit floats are stored as bytes.
 
     Args:
-        name: the weight's name, to which each buffer adds a suffix.
-        parts: the weight's data, scales and global scales, or None.
-        recipe: the recipe whose format the parts have; stored as `glulam_recipe`.
+        experts: the module, whose parameter of this name must be deleted before.
+        name: the weight's name. The buffers' names are this name and a suffix of SUFFIXES.
+        parts: the weight's data, scales and, in some formats, global scales.
+        recipe: the recipe whose format the parts have; stored as the attribute `glulam_recipe`.
     """
     if not hasattr(experts, "glulam_recipe"):
         experts.register_load_state_dict_pre_hook(_read)
@@ -64,7 +66,8 @@ def _read(
 ) -> None:  # fmt: skip
     """Hook before load_state_dict: view a quantised weight's 8-bit floats as bytes, like the buffers.
 
-    Without it copy_ would convert their values to integers. An entry of another dtype is an error; the buffer is kept.
+    Without this view, copy_ would convert the floats' values to integers. An entry of another dtype adds an error, and
+    the buffer is kept.
     """
     kind = experts.glulam_recipe.weights.kind
     for name in weight_names(experts):
@@ -81,14 +84,15 @@ def _read(
 
 
 def parameter(experts: Any, name: str) -> Any:
-    """Return a parameter of a module, or the attribute that replaces it, in 0.1 us; the module's own look-up takes 0.6
-    us.
+    """Return a parameter of a module, or the attribute that replaces it.
+
+    This takes 0.1 us; `Module.__getattr__` takes 0.6 us.
     """
     found = experts._parameters.get(name)
     return getattr(experts, name) if found is None else found
 
 
 def quantised(experts: Any, name: str) -> Any:
-    """Return the weight that `keep` stored under this name, as the quantised tensor that `glulam.moe` takes."""
+    """Return a weight that `keep` has stored, as a quantised tensor for `glulam.moe`."""
     parts = Parts(*[experts._buffers.get(name + part) for part in SUFFIXES])
     return experts.glulam_recipe.weights.tensor_of(parts)

@@ -1,8 +1,8 @@
-"""transformers' FP8Experts, the modules that FP8 checkpoints load into: recipes for them, and access to their weights.
+"""Support of transformers' FP8Experts, the modules into which FP8 checkpoints load: recipes, and access to weights.
 
 A module keeps its parameters: E4M3 elements, which kernels read in place, and scales `*_scale_inv`. If kernels need the
-scales in another dtype or shape, converted scales are made at the first forward, as buffers that are not in state
-dicts.
+scales in another dtype or shape, the first forward converts the scales, and stores them as buffers that are not in
+state dicts.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..recipes import FP8_BLOCK_WEIGHT_ONLY, FP8_BLOCKS, MXFP8_WEIGHT_ONLY, Reci
 from .experts import SCALE, parameter, weight_names
 
 SCALE_INV = "_scale_inv"
-"""Suffix that makes the name of a weight's scales in FP8Experts; values are elements times scales."""
+"""FP8Experts' suffix for the name of a weight's scales. Despite "inv", a value is an element times its scale."""
 FORMS: dict[torch.dtype, Form] = {torch.float32: FP8_BLOCK, SCALE_DTYPE: BLOCKS, torch.uint8: BLOCKS}
-"""The `Form` (format and layout) of a weight, by the dtype of the scales that kernels read."""
+"""{dtype of the scales that kernels read: `Form` (format and layout) of the weight}."""
 
 
 def _widened(data: Tensor, scale: Tensor) -> Tensor:
-    """Convert E8M0 scales to float32."""
+    """Convert E8M0 scales to float32. `data` is not used."""
     return scales_of(scale.view(torch.uint8))
 
 
 def _of_rows(data: Tensor, scale: Tensor) -> Tensor:
-    """Return one scale for each 32 elements of a weight row, made from scales of 32 x 32 blocks.
+    """Convert scales of 32 x 32 blocks to one scale for each 32 elements of a weight row.
 
-    The scales are bytes, since Python's pickle cannot restore 8-bit floats.
+    The result is bytes, since Python's pickle cannot restore 8-bit floats.
     """
     return mxfp8_of_square_blocks(data, scale).scale.view(torch.uint8)
 
@@ -45,10 +45,10 @@ class Served(NamedTuple):
     """The recipes for one kind of FP8 weights.
 
     Attributes:
-        recipe: used on GPUs that have kernels for it, and on the CPU.
-        weight_only: used on other GPUs.
-        make_scales: function (elements, scales) -> the scales that kernels read; None: kernels read the module's
-            scales.
+        recipe: the recipe on GPUs that have kernels for it, and on the CPU.
+        weight_only: the recipe on other GPUs, and where gradients of rows are needed.
+        make_scales: function (elements, scales) that returns the scales that kernels read; None: kernels read the
+            module's scales.
     """
 
     recipe: Recipe
@@ -62,15 +62,17 @@ SERVED = {
     ((32, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY, _of_rows),
     ((1, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY),
 }
-"""The recipes for a module, by its block size and the dtype of its scales."""
+"""{(a module's block size, the dtype of its scales): recipes}, for all kinds of FP8 weights that are supported."""
 
 
 class Fp8(NamedTuple):
-    """Description of an FP8Experts module's weights, to recognise later changes.
+    """Description of an FP8Experts module's weights when its plan (`transformers.Plan`) was made.
+
+    It serves to find the recipes, and to notice later changes.
 
     Attributes:
-        device, dtype: device and dtype of the weights when the module's plan (`transformers.Plan`) was made.
-        block, scale_dtype: block size and dtype of scales, the module's key in SERVED.
+        device, dtype: device and dtype of the weights.
+        block, scale_dtype: block size, and dtype of scales; together the module's key in SERVED.
     """
 
     device: torch.device
@@ -96,7 +98,9 @@ def is_fp8(experts: Any) -> bool:
 def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
     """Check an FP8Experts module's weights, and return their description.
 
-    is_in_halves: FC1's rows are the gate's half followed by the up-projection's half.
+    Args:
+        experts: the module.
+        is_in_halves: True: FC1's rows are the gate's half followed by the up-projection's half.
 
     Raises:
         NotImplementedError: kernels do not read these weights or scales; the message names them.
@@ -139,13 +143,14 @@ def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
 
 
 def has_scales(experts: Any) -> bool:
-    """Return True if the module has converted scales from `keep_scales`; loading a state dict drops them."""
+    """Return True if the module has scales that `keep_scales` converted. Loading a state dict drops them."""
     return weight_names(experts)[-1] + SCALE in experts._buffers
 
 
 def keep_scales(experts: Any, fp8: Fp8) -> None:
-    """Convert the module's scales to those that kernels read, and store them as buffers until a state dict
-    is loaded.
+    """Convert the module's scales to the scales that kernels read, and store them as buffers.
+
+    The buffers are dropped when a state dict is loaded.
     """
     make = fp8.served.make_scales
     assert make is not None
@@ -165,9 +170,7 @@ def _forget_scales(experts: Any, *_: Any) -> None:
 
 
 def weight(experts: Any, name: str) -> Any:
-    """Return a weight as the quantised tensor that `glulam.moe` takes, in the module's memory. name: the weight's
-    attribute.
-    """
+    """Return a weight as a quantised tensor for `glulam.moe`, without a copy. `name`: the module's attribute."""
     scale = experts._buffers.get(name + SCALE)
     if scale is None:
         scale = parameter(experts, name + SCALE_INV).detach()

@@ -1,12 +1,14 @@
 """Recognition of another package's activation function by the values that it computes, and not by its name.
 
-The function is called in float64 with gates and up-projections from 0 to `FAR`. It is recognised as one of Glulam's
-activations if it returns that activation's values for all of them, in tensors with several numbers of rows and columns.
-The numbers of a clamped SwiGLU follow from three values: with f(gate, up) and s(g) = sigmoid(alpha g) g,
+The function is called in float64, with gates and up-projections up to `FAR` in magnitude. If it returns the values of
+one of Glulam's activations for all inputs, in tensors with several numbers of rows and columns, it is that activation.
+
+The parameters (limit, alpha, ...) of a clamped SwiGLU follow from three values. With f(gate, up) and
+s(g) = sigmoid(alpha g) g:
 
     f(1, 0) = s(1) offset,  f(1, 1) = s(1) (1 + offset),  f(1, far) = s(1) (limit + offset)
 
-and the numbers of situ, a SwiGLU with caps, follow from two values, since sigmoid and tanh are 1 far from 0:
+The parameters of situ, a SwiGLU with caps, follow from two values, since sigmoid and tanh are 1 far from 0:
 
     f(far, 1) = gate_cap up_cap tanh(1 / up_cap),  f(far, far) = gate_cap up_cap
 """
@@ -41,7 +43,7 @@ DIGITS = 9  # to which numbers derived from float64 values are rounded
 
 
 def gate_of(function: Function, device: torch.device) -> Activation | None:
-    """Return the gated activation that a function [T, 2I] -> [T, I] computes; None: Glulam has no such activation."""
+    """Find the gated activation that a function [T, 2I] -> [T, I] computes; None: Glulam has no such activation."""
     for layout in GLU_LAYOUTS:
         plain = (Activation.named(name, layout) for name in GATED if not FORMULAS[name].numbers)
         fitted = (fit(function, layout, device) for fit in (_clamped, _capped))
@@ -51,7 +53,7 @@ def gate_of(function: Function, device: torch.device) -> Activation | None:
 
 
 def activation_of(function: Function, device: torch.device) -> Activation | None:
-    """Return the ungated activation that a function [T, I] -> [T, I] computes; None: Glulam has no such activation."""
+    """Find the ungated activation that a function [T, I] -> [T, I] computes; None: Glulam has no such activation."""
     return _equal(function, (Activation.named(name) for name in UNGATED), device)
 
 
@@ -65,8 +67,9 @@ def _equal(function: Function, candidates: Iterable[Activation], device: torch.d
 
 
 def _probes(device: torch.device) -> list[Tensor]:
-    """Return several preactivations [T, 2I], of different T and I, with values near 0 and with mixed far values of
-    either sign.
+    """Return test inputs: several preactivations [T, 2I], with different T and I.
+
+    Some rows have values near 0, the others a mixture of far values of either sign.
     """
     where: dict[str, Any] = {"dtype": torch.float64, "device": device}
     near = torch.linspace(-REACH, REACH, 2 * POINTS, **where)
@@ -80,7 +83,7 @@ def _probes(device: torch.device) -> list[Tensor]:
 
 
 def _is_value(got: Tensor, h: Tensor, candidate: Activation) -> bool:
-    """Return True if `got` equals, within the tolerance, the activation `candidate` of the preactivations h."""
+    """Return True if `got` is, within the tolerance, the result of the activation `candidate` for preactivations h."""
     wanted = activate(h, *candidate)
     if got.shape != wanted.shape:
         return False
@@ -91,7 +94,7 @@ def _is_value(got: Tensor, h: Tensor, candidate: Activation) -> bool:
 
 
 def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
-    """Yield the clamped SwiGLU with this layout that agrees with the function at three points, if there is one."""
+    """Yield the clamped SwiGLU of this layout that agrees with the function at three points; nothing if none does."""
     at = functools.partial(_value, function, layout, device, 1.0)
     at_zero, at_one, at_far = at(0.0), at(1.0), at(FAR)
     slope = at_one - at_zero
@@ -103,7 +106,7 @@ def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[
 
 
 def _capped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
-    """Yield the situ with this layout that agrees with the function at two points, if there is one."""
+    """Yield the situ of this layout that agrees with the function at two points; nothing if none does."""
     at = functools.partial(_value, function, layout, device, FAR)
     at_one, at_far = at(1.0), at(FAR)
     if at_one > 0.0 and 1.0 < at_far / at_one < math.inf:

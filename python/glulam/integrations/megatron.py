@@ -1,4 +1,4 @@
-"""Experts module for Megatron-Core, to be put into a layer's spec:
+"""Experts module for Megatron-Core. Put it into a layer's spec:
 
     from glulam.integrations.megatron import experts_spec
     MoESubmodules(experts=experts_spec())
@@ -36,19 +36,21 @@ KNOWN_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 LAYERS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
 """Names of the two layers in nn.GroupedMLP, and in Megatron's MLP."""
 SHARDED = {"fc1": {"weight": 0, "bias": 0}, "fc2": {"weight": 1}}
-"""For each layer's tensors, the dimension that tensor parallelism splits, in the tensor of one expert."""
+"""{layer: {tensor: the dimension that tensor parallelism splits}}, for tensors of one expert."""
 UNSUPPORTED = (
     "fp8", "fp4", "moe_latent_size", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_paged_stash",
 )  # fmt: skip
-"""Config options that must be None, False or absent."""
+"""Options of Megatron's config that Glulam does not support: they must be None, False or absent."""
 INTERLEAVE_SIZE = "moe_mlp_glu_interleave_size"
 INTERLEAVED = {None: "concat", 1: "interleaved", 32: "interleaved32"}
-"""Glulam's layout of a gated FC1, by the config's `moe_mlp_glu_interleave_size`."""
+"""{the config's `moe_mlp_glu_interleave_size`: Glulam's glu_layout of a gated FC1}."""
 
 
 def experts_spec(packed: bool = False) -> ModuleSpec:
-    """Return the `experts` entry of a layer's spec. packed: one parameter for each layer instead of one for each
-    expert.
+    """Return the `experts` entry for a layer's spec.
+
+    Args:
+        packed: True: one parameter for each layer. False: one for each expert of each layer.
     """
     return ModuleSpec(module=GlulamMLP, params={"packed": packed})
 
@@ -56,13 +58,13 @@ def experts_spec(packed: bool = False) -> ModuleSpec:
 class GlulamMLP(MegatronModule):
     """Replacement of Megatron's SequentialMLP, GroupedMLP and TEGroupedMLP: FC1, the activation and FC2 in one call.
 
-    `main_grad`, `delay_wgrad_compute` with `backward_dw` and recomputation of "moe_act" work as in `nn.GroupedMLP`.
-    With expert tensor parallelism results are partial sums, which the dispatcher adds, as for Megatron's own experts.
+    `main_grad`, `delay_wgrad_compute` with `backward_dw`, and recomputation of "moe_act" work as in `nn.GroupedMLP`.
+    With expert tensor parallelism results are partial sums, which the dispatcher adds, as with Megatron's own experts.
 
     Args:
         num_local_experts, config, pg_collection, name: passed by Megatron's MoELayer; the name since version 0.18.
         submodules: ignored.
-        packed: one parameter for each layer instead of one for each expert.
+        packed: True: one parameter for each layer. False: one for each expert of each layer.
 
     Raises:
         NotImplementedError: Glulam lacks an activation or an option of the config; the message names it.
@@ -90,9 +92,9 @@ class GlulamMLP(MegatronModule):
         self.register_load_state_dict_pre_hook(_from_megatron)
 
     def _initialise(self) -> None:
-        """Initialise weights expert by expert, like Megatron's linear layers, and biases with 0.
+        """Initialise weights expert by expert, as Megatron's linear layers do, and biases with 0.
 
-        On a CPU each shard is cut from a whole weight.
+        On a CPU a whole weight is initialised, of which each rank takes its shard.
         """
         config, inner = self.config, self.config.moe_ffn_hidden_size
         methods = {"fc1": config.init_method, "fc2": config.output_layer_init_method}
@@ -120,21 +122,25 @@ class GlulamMLP(MegatronModule):
                 set_tensor_model_parallel_attributes(parameter, kind.startswith("weight") or layer == "fc1", axis, 1)
 
     def _of_experts(self, layer: str, name: str) -> list[Tensor]:
-        """Return one tensor for each expert: parameters, or views of the packed parameter. Empty: the layer has no
-        bias.
-        """
+        """Return one tensor for each expert: parameters, or views of the packed parameter. []: there is no bias."""
         parameters = getattr(self.mlp, layer).parameter_list(name)
         return list(parameters[0].detach().unbind()) if self.packed and parameters else parameters
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Return (the experts' result [T, H], None). None takes the place of Megatron's bias: biases are added already.
+        """Return (the experts' result [T, H], None).
+
+        Megatron expects a bias as the second value; it is None because biases are added already.
 
         Args:
             permuted_local_hidden_states: [T, H], rows sorted by expert.
             tokens_per_expert: [E], on the rows' device or on the CPU; the sum must be T.
-            permuted_probs: [T], factors of the activation's rows; of the input's rows if `moe_apply_probs_on_input`.
+            permuted_probs: [T], factors for the rows of the activation; with `moe_apply_probs_on_input`, for the rows
+                of the input.
+
+        Raises:
+            ValueError: `moe_apply_probs_on_input` is set, and `moe_router_topk` is not 1.
         """
         rows, scale = permuted_local_hidden_states, permuted_probs.float()
         if self.config.moe_apply_probs_on_input:
@@ -144,8 +150,9 @@ class GlulamMLP(MegatronModule):
         return self.mlp(rows, splits=tokens_per_expert, row_scale=scale), None
 
     def backward_dw(self) -> None:
-        """Compute the weights' gradients that backward left out, with `delay_wgrad_compute`; does nothing if all
-        weights are frozen.
+        """Compute the weight gradients that backward left out because of `delay_wgrad_compute`.
+
+        If all weights are frozen, do nothing.
         """
         weights = [weight for layer in LAYERS for weight in getattr(self.mlp, layer).parameter_list("weight")]
         if any(weight.requires_grad for weight in weights):
@@ -154,7 +161,7 @@ class GlulamMLP(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state dict that a SequentialMLP would have, with experts numbered over all ranks."""
+        """Return a sharded state dict like that of Megatron's SequentialMLP, with experts numbered over all ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         singleton = metadata.get("singleton_local_shards", False)
         total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
@@ -191,8 +198,10 @@ def _check(config: Any) -> None:
 
 
 def _activation_of(config: Any) -> Activation:
-    """Return the activation that a Megatron config describes. Raises NotImplementedError if Glulam has no such
-    activation.
+    """Return the activation that a Megatron config describes.
+
+    Raises:
+        NotImplementedError: Glulam has no such activation.
     """
     limit, act = config.activation_func_clamp_value, config.activation_func
 
@@ -232,9 +241,9 @@ def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a Megatron state dict's entries to an nn.GroupedMLP's with one parameter for each expert.
+    """Hook before load_state_dict: rename Megatron's entries to those of an nn.GroupedMLP that is not packed.
 
-    If the module is packed, nn.GroupedMLP packs them when it loads them.
+    If the module is packed, nn.GroupedMLP itself packs the entries when it loads them.
     """
     for ours, theirs in _names(module, prefix):
         if theirs in state:

@@ -1,10 +1,10 @@
-"""Loading gpt-oss checkpoints in transformers with their MXFP4 blocks and scales as shipped, never dequantised.
+"""Loading of gpt-oss checkpoints in transformers with MXFP4 weights as shipped, never dequantised.
 
 transformers' own quantizer for the method "mxfp4" makes 16-bit weights, or tensors for another package's kernels. The
-quantizer in this file gives experts modules parameters with the checkpoint's names and shapes before loading. After
-loading, it replaces them, one weight after another, by buffers in the order that kernels read; so loading takes the
-memory of one more weight. Nothing is written in place, since transformers may share the tensors of a state dict that
-the caller holds.
+quantizer in this file works in two steps. Before loading, it gives experts modules parameters with the checkpoint's
+names and shapes. After loading, it replaces these parameters, one weight after another, by buffers in the order that
+kernels read. So loading takes the memory of one more weight. Nothing is written in place, since transformers may share
+the tensors of a state dict that the caller holds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .experts import NAME, SCALE, is_experts, keep, weight_names
 
 METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the names of a weight's elements and scales in a checkpoint."""
+"""Suffixes for the names of a weight's elements and scales in a checkpoint."""
 DTYPES = {BLOCKS: (torch.uint8,), SCALES: SCALE_DTYPES}
 DTYPE_PLAN = "_get_dtype_plan"
-"""Name of a model's method: it returns, by name pattern, dtypes to which transformers converts loaded tensors."""
+"""Name of a method of transformers' models. It returns {name pattern: dtype to which loaded tensors are converted}."""
 
 
 _replaced: Any = None
@@ -39,9 +39,10 @@ _replaced: Any = None
 
 
 def use(as_shipped: bool) -> None:
-    """Make transformers load MXFP4 checkpoints with this file's quantizer.
+    """Choose the quantizer by which transformers loads MXFP4 checkpoints.
 
-    as_shipped False: with the quantizer that was registered before this file's.
+    Args:
+        as_shipped: True: this file's quantizer. False: the quantizer that was registered before.
     """
     global _replaced
     found = AUTO_QUANTIZER_MAPPING[METHOD]
@@ -52,9 +53,9 @@ def use(as_shipped: bool) -> None:
 
 
 def _quantizer(config: Any, **options: Any) -> HfQuantizer:
-    """Return this file's quantizer, or the one that was registered before it.
+    """Make this file's quantizer, or the quantizer that was registered before it.
 
-    The one before serves if 16-bit weights are requested, or if the checkpoint itself has 16-bit weights.
+    The latter is made if 16-bit weights are requested, or if the checkpoint itself has 16-bit weights.
     """
     is_others = config.dequantize or not options.get("pre_quantized", True)
     made: HfQuantizer = (_replaced if is_others else AsShipped)(config, **options)
@@ -98,7 +99,7 @@ class AsShipped(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return (the model's state dict under the names and in the layout of the checkpoint, no metadata)."""
+        """Return (the model's state dict with the checkpoint's names and layout, no metadata)."""
         state = model.state_dict()
         for path, experts in _experts_of(model):
             for name in weight_names(experts):

@@ -1,8 +1,8 @@
-"""Reading PEFT's adapters of experts, `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, for `lora=`.
+"""Reads PEFT's adapters of experts, `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, for `lora=`.
 
-During a forward, PEFT's ParamWrapper registers a parametrization of the experts' parameter that computes the sum W +
-scale lhs rhs for all experts. This file reads W, lhs and rhs instead, so no sum is kept for backward.
-(torch calls a parametrization once when it is registered, to look at its result.)
+During a forward, PEFT's ParamWrapper registers a parametrization of the experts' parameter, which computes the sum
+W + scale lhs rhs for all experts. This file reads W, lhs and rhs instead, so that no sum is computed and kept for
+backward. (One sum remains: torch calls a parametrization once when it is registered, to look at its result.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..expert_lora import ExpertLora
 
 FACTORS = "peft.tuners.lora.layer", "_LoraFactorsProxy"
-"""Module and name of the parametrization's class. An instance holds one adapter: `lhs`, `rhs` and `scaling`."""
+"""Module and name of the class of PEFT's parametrization. An instance has one adapter: `lhs`, `rhs` and `scaling`."""
 Factors = tuple[Tensor, Tensor, float]
 
 
@@ -27,7 +27,10 @@ def weights_and_lora(experts: Any, names: tuple[str, str]) -> tuple[Any, Any, Ex
     """Return (FC1's weight, FC2's weight, their adapters or None).
 
     If a weight has another parametrization than PEFT's, the weight that this parametrization computes is returned.
-    names: the attributes of both weights.
+
+    Args:
+        experts: the experts module.
+        names: the module's attributes for the two weights.
     """
     (w1, first), (w2, second) = (_weight_and_factors(experts, name) for name in names)
     if first is None and second is None:
@@ -46,10 +49,9 @@ def _weight_and_factors(experts: Any, name: str) -> tuple[Any, Factors | None]:
 
 
 def _matrices(experts: Any, factors: Factors | None, scale: float) -> tuple[Tensor | None, Tensor | None]:
-    """Return the LoRA matrices a [E, r, in] and b [E, out, r] of FC1's or FC2's weight; (None, None) if it has none.
+    """Return the LoRA matrices (a [E, r, in], b [E, out, r]) of one weight; (None, None): it has no adapter.
 
-    b is multiplied by the ratio of the weight's own LoRA scale to `scale`, since an ExpertLora has one scale for both
-    weights.
+    An ExpertLora has one scale for both weights. So b is multiplied by (this weight's own LoRA scale) / `scale`.
 
     Args:
         experts: the module of the experts.

@@ -1,4 +1,4 @@
-"""Replacement of torchtitan's grouped experts, selected by torchtitan's own overrides:
+"""Replacement of torchtitan's grouped experts. Select it by torchtitan's own overrides:
 
     torchtitan ... --override.imports glulam.integrations.torchtitan.grouped_experts
 
@@ -23,8 +23,9 @@ from ..ops.grouped_mlp import grouped_mlp
 
 
 class GlulamExperts(GroupedExperts):
-    """torchtitan's GroupedExperts with FC1, SwiGLU and FC2 in one call, forward and backward; in bfloat16, as in
-    torchtitan.
+    """torchtitan's GroupedExperts, computed by one call of `glulam.grouped_mlp`: FC1, SwiGLU and FC2.
+
+    As in torchtitan, it computes in bfloat16.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -32,10 +33,10 @@ class GlulamExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Return the experts' result [R, D].
+        """Return the experts' result [R, D], in x's dtype.
 
         Args:
-            x_RD: R rows, sorted by expert.
+            x_RD: [R, D], rows sorted by expert.
             num_tokens_per_expert_E: number of rows of each expert, on x's device.
         """
         gate, down, up = (_local(weight).bfloat16() for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))

@@ -4,11 +4,14 @@
     glulam.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, experts_implementation="glulam")
 
-An experts module of transformers keeps its parameters, and its forward becomes one call of `glulam.moe`; for few tokens
-without gradients, this call also sorts the choices of experts (`layer/choices.py`). 16-bit weights are neither copied
-nor permuted; a recipe that quantises replaces them by buffers in its format when they are first used. Checkpoints in
-FP8 keep their weights (`fp8_experts.py`). The activation is recognised by the values that it computes, not by its name
-(`gates.py`).
+The forward of an experts module of transformers becomes one call of `glulam.moe`. For few tokens without gradients,
+this call also sorts the choices of experts (`layer/choices.py`).
+
+Weights: a module keeps its parameters. 16-bit weights are neither copied nor permuted. If the registered recipe
+quantises, 16-bit weights are replaced at the first forward by buffers in the recipe's format. Checkpoints in FP8 keep
+their weights (`fp8_experts.py`).
+
+The activation is recognised by the values that it computes, not by its name (`gates.py`).
 """
 
 from __future__ import annotations
@@ -48,20 +51,22 @@ KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 """Minor versions of transformers that this file was tested with."""
 
 CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
-"""True: torch.compile can call a function on a module while it traces. False: it cannot, and a module that was never
-called before breaks the graph once.
+"""True if torch.compile can call a function on a module while it traces. If not, a module that was never called before
+breaks the graph once.
 """
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
 _recipe: Recipe = BF16
 _locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
-"""A lock for each experts module, outside of the module: locks can be neither copied nor pickled."""
+"""A lock for each experts module. Locks are kept outside of modules, since they can be neither copied nor pickled."""
 _lock_of_locks = threading.Lock()
 
 
 class Plan(NamedTuple):
-    """Constants of an experts module's calls, stored on the module as `glulam_plan`, since finding them takes longer
-    than a launch. torch.compile can treat them as constants.
+    """Constants of an experts module's calls: names of its weights, activation, recipe and so on.
+
+    A plan is stored on the module as `glulam_plan`, since finding these values takes longer than a launch.
+    torch.compile can treat them as constants.
 
     Attributes:
         in_16_bits: True: the module's weights are in 16 bits (or float32), not quantised.
@@ -73,8 +78,8 @@ class Plan(NamedTuple):
         options: keyword arguments of `glulam.moe`.
         numbers: the module's int and float attributes when its activation was recognised. The activation's limits and
             slopes are among them, so a change of one makes a new plan.
-        fp8: description of the weights if the module is an FP8Experts; None: it is not.
-        world_experts: number of experts on all ranks if the module holds a part of them; None: it holds all.
+        fp8: description of the weights if the module is an FP8Experts, else None.
+        world_experts: number of experts on all ranks if the module holds only a part of them, else None.
     """
 
     in_16_bits: bool
@@ -89,15 +94,18 @@ class Plan(NamedTuple):
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
-    """Make `experts_implementation="glulam"` available in `from_pretrained`, `from_config` and
-    `set_experts_implementation` of transformers. Experts are in 16 bits on a GPU, in 16 bits or float32 on a CPU.
+    """Register Glulam in transformers as the experts implementation "glulam".
+
+    `from_pretrained`, `from_config` and `set_experts_implementation` then accept `experts_implementation="glulam"`.
+    Experts are in 16 bits on a GPU, and in 16 bits or float32 on a CPU.
 
     Args:
-        recipe: recipe of `glulam.moe` for all such models from now on: "bf16", or for inference "mxfp8",
-            "mxfp8_weight_only" or "mxfp4_weight_only". A module's weights are quantised at its first forward, and
-            buffers `gate_up_proj`, `gate_up_proj_scale` and so on replace its parameters; a log line (INFO) says how
-            much memory that saved. With "mxfp4_weight_only" a gpt-oss checkpoint is loaded as shipped, and never
-            dequantised (`mxfp4_checkpoints.py`). Experts of FP8 checkpoints have recipes of their own.
+        recipe: recipe of `glulam.moe` for all models with this implementation from now on: "bf16", or for inference
+            "mxfp8", "mxfp8_weight_only" or "mxfp4_weight_only". With the latter three, a module's weights are quantised
+            at its first forward, and buffers `gate_up_proj`, `gate_up_proj_scale` and so on replace its parameters; a
+            log line (INFO) says how much memory that saved. With "mxfp4_weight_only" a gpt-oss checkpoint is loaded as
+            shipped, and never dequantised (`mxfp4_checkpoints.py`). Experts of FP8 checkpoints do not use this recipe,
+            but recipes for their own format (`fp8_experts.py`).
 
     Raises:
         ImportError: transformers is not installed, or older than version 5, without an interface for experts.
@@ -124,14 +132,14 @@ def register(recipe: str | Recipe = "bf16") -> None:
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the forward of an experts module of transformers.
+    """Compute the forward of an experts module of transformers: the function that transformers calls.
 
     Args:
-        experts: a module with `gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H] and `down_proj` [E, H, I], transposed
-            or not, biases `*_bias` if it has them, and `*_scale_inv` if it is an FP8Experts.
-        hidden_states: [N, H].
-        top_k_index: [N, K]; ids >= E, experts of other ranks, are ignored.
-        top_k_weights: [N, K].
+        experts: a module with weights `gate_up_proj` [E, 2I, H] (or `up_proj` [E, I, H]) and `down_proj` [E, H, I],
+            transposed or not, perhaps biases `*_bias`, and `*_scale_inv` if it is an FP8Experts.
+        hidden_states: tokens [N, H].
+        top_k_index: chosen experts [N, K]; ids >= E, experts of other ranks, are ignored.
+        top_k_weights: the router's weights [N, K].
 
     Returns:
         [N, H], in hidden_states' dtype.
@@ -139,8 +147,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     Raises:
         NotImplementedError: Glulam has no such gate or activation, or does not read FP8 weights of this kind; the
             message names the module's class.
-        RuntimeError: weights must be quantised while the module is in training; or weights or scales must be changed
-            while torch.compile traces a module that was never called.
+        RuntimeError: weights must be quantised, but the module is in training, or has adapters or another
+            parametrization; or weights or scales must be converted, but torch.compile traces the module's first call.
         ValueError, TypeError: raised by `glulam.moe`.
     """
     plan = plan_of(experts)
@@ -179,12 +187,12 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return tensor in `dtype`. Skips `to` if nothing changes, since `to` alone takes the host 0.8 us."""
+    """Return the tensor in `dtype`. `to` is skipped if nothing changes, since even then it takes the host 0.8 us."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _quantise(experts: Any, recipe: Recipe) -> Plan:
-    """Replace a module's parameters by buffers in a recipe's format, and return the module's new plan.
+    """Quantise a module's weights: replace the parameters by buffers in a recipe's format; return the new plan.
 
     Other threads that call the module meanwhile wait. Raises the errors of `experts_forward`.
     """
@@ -223,13 +231,13 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
 
 
 def _may_freeze(experts: Any, recipe: Recipe) -> bool:
-    """Return True if the module's weights are frozen, and the recipe can compute gradients through frozen weights."""
+    """Return True if the weights require no gradient, and the recipe can compute gradients through frozen weights."""
     weights = [getattr(experts, name) for name in weight_names(experts)]
     return recipe.freezes_weights and not any_requires_grad(*weights)
 
 
 def _have_scales(experts: Any, fp8: Fp8) -> None:
-    """Convert the scales of an FP8Experts to the scales that kernels read, unless that is done already."""
+    """Make sure that an FP8Experts has the scales that kernels read: convert the module's scales if not done yet."""
     if fp8_experts.has_scales(experts):
         return
     if is_dynamo_compiling():
@@ -248,8 +256,8 @@ def _lock_of(experts: Any) -> threading.RLock:
 def plan_of(experts: Any) -> Plan:
     """Return a module's plan, the constants of its calls (see `Plan`).
 
-    The plan is made once, since reading the module's attributes takes the host longer than a launch, and again if the
-    module's act_fn or one of its numbers changed. Raises the errors of `experts_forward`.
+    The plan is kept, since reading the module's attributes takes the host longer than a launch. It is made again if the
+    module's act_fn, one of its numbers or its FP8 weights changed. Raises the errors of `experts_forward`.
     """
     plan: Plan | None = getattr(experts, "glulam_plan", None)
     if plan is not None and _is_current(plan, experts):
@@ -267,13 +275,13 @@ def _is_current(plan: Plan, experts: Any) -> bool:
 
 
 def _is_of(plan: Plan, experts: Any, act_fn: Any) -> bool:
-    """Return True if the module has this act_fn, and the numbers and FP8 weights that the plan notes."""
+    """Return True if the module has this act_fn, and the same numbers and FP8 weights as its plan."""
     numbers = tuple([(name, getattr(experts, name, None)) for name, _ in plan.numbers])
     return _act_fn(experts) is act_fn and numbers == plan.numbers and (plan.fp8 is None or plan.fp8.is_of(experts))
 
 
 def _act_fn(experts: Any) -> Any:
-    """Return a module's act_fn, or None, by a look-up as fast as `parameter`'s."""
+    """Return a module's act_fn, or None. The look-up is as fast as that of `parameter`."""
     found = experts._modules.get("act_fn")
     return getattr(experts, "act_fn", None) if found is None else found
 
@@ -314,8 +322,9 @@ def _kept_plan(experts: Any) -> Plan:
 
 
 def _keep_plan(experts: Any) -> Plan:
-    """Make a module's plan, store and return it. The plan is stored last, since threads read act_fn and plan without
-    the lock.
+    """Make a module's plan, store it on the module, and return it.
+
+    The plan is stored after act_fn, since other threads read both without the lock.
     """
     act_fn, plan = _act_fn(experts), _new_plan(experts)
     experts.glulam_act_fn = (act_fn,)  # in a tuple, so that it is no second child of the module
@@ -332,8 +341,8 @@ else:
 def _post_of(experts: Any) -> str:
     """Return the name of the module's method that is applied to the experts' results before router weights; "": none.
 
-    transformers up to 5.23 has a flag for a norm; later versions give every module a method, which mostly returns its
-    argument.
+    transformers up to 5.23 has a flag for a norm. Later versions give every module such a method, which in most modules
+    returns its argument; then "" is returned.
     """
     if getattr(experts, "has_post_expert_norm", False):
         return "post_expert_norm"
@@ -346,7 +355,7 @@ def _post_of(experts: Any) -> str:
 
 
 def _activation_of(experts: Any) -> Activation:
-    """Return the activation of a module's experts, recognised by its values. Raises the errors of `experts_forward`."""
+    """Recognise the activation of a module's experts by its values. Raises the errors of `experts_forward`."""
     device = experts.down_proj.device
     with torch.no_grad():
         function = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)

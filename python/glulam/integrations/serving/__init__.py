@@ -1,8 +1,8 @@
-"""Running the experts of serving engines by `glulam.moe`: engines' activation names, engines' weights, and the call.
+"""Helpers for plugins that run the experts of serving engines by `glulam.moe`.
 
-An engine's plugin calls `gate_of`, makes a `ServedExperts` after weights are loaded, and calls it in each forward. A
-layer that Glulam cannot compute raises `NotServed` before its weights are changed; the plugin then leaves it to the
-engine.
+An engine's plugin calls `gate_of` to translate the activation, makes a `ServedExperts` after weights are loaded, and
+calls it in each forward. For a layer that Glulam cannot compute, these raise `NotServed`, before the layer's weights
+are changed; the plugin then leaves the layer to the engine.
 """
 
 from .experts import ServedExperts as ServedExperts

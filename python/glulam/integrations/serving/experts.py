@@ -1,4 +1,4 @@
-"""ServedExperts: a layer's experts, made from a serving engine's tensors, and their call by `glulam.moe`."""
+"""ServedExperts: a layer's experts, made from a serving engine's tensors and computed by `glulam.moe`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .weights import Checkpoint, Weights
 
 @dataclass(frozen=True)
 class ServedExperts:
-    """E experts, ready for `glulam.moe`: weights and biases, the activation between FC1 and FC2, and the recipe.
+    """A layer's E experts, ready for `glulam.moe`: weights and biases, the activation, and the recipe.
 
-    Constructors are named by the format of weights. They take an engine's tensors after loading: w13 [E, 2I, H] ([E, I,
-    H] without a gate) and w2 [E, H, I], their scales, and biases b13 [E, 2I] and b2 [E, H], or None. Weights stay in
-    the engine's memory; `weights.py` says which formats are changed in place. Biases are cast once to `dtype`, the
-    dtype of rows.
+    There is a constructor for each format of weights. Constructors take an engine's tensors after loading: w13 [E, 2I,
+    H] ([E, I, H] without a gate), w2 [E, H, I], their scales, and biases b13 [E, 2I] and b2 [E, H], or None. `gate` is
+    the activation between FC1 and FC2, a result of `gate_of`. `dtype` is the dtype of x's rows, to which biases are
+    cast once. Weights stay in the engine's memory; `weights.py` says which formats are changed in place.
 
     Raises:
         NotServed: kernels do not read weights of this dtype or width.
@@ -51,8 +51,8 @@ class ServedExperts:
     ) -> ServedExperts:  # fmt: skip
         """Return experts with E4M3 weights and one scale for each block of 128 x 128.
 
-        w13_scale is [E, 2 ceil(I / 128), ceil(H / 128)], the gate's blocks before the up-projection's. Rows of x, of
-        `dtype`, are quantised if the GPU multiplies FP8; else kernels decode the weights.
+        w13_scale is [E, 2 ceil(I / 128), ceil(H / 128)], the gate's blocks before the up-projection's. If the GPU has
+        FP8 MMAs, rows of x are quantised to FP8; else kernels decode the weights to 16 bits.
         """
         return cls._of(of.fp8_blocks(Checkpoint(w13, w13_scale, w2, w2_scale), gate, dtype), b13, b2, gate, dtype)
 
@@ -61,7 +61,7 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) for 32 elements of a row.
+        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) for each 32 elements of a row.
 
         `weights.mxfp8` says when the engine's elements are changed in place.
         """
@@ -72,9 +72,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E2M1 weights, two in a byte (uint8 or int8), and a scale for 32 elements of a row.
+        """Return experts with E2M1 weights, two in a byte (uint8 or int8), and a scale for each 32 elements of a row.
 
-        gpt-oss and DeepSeek-V4 ship such weights.
+        gpt-oss and DeepSeek-V4 ship such weights. Kernels decode them to 16 bits; the elements are reordered in place.
         """
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4"), b13, b2, gate, dtype)
 
@@ -83,9 +83,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts from the same tensors as `mxfp4`, with rows of x quantised to FP8.
+        """Return experts from the same tensors as `mxfp4`, for kernels that quantise rows of x to FP8.
 
-        Rows stay in 16 bits if the GPU has no kernels for it, or if scales of a weight row are too far apart.
+        Rows stay in 16 bits if the GPU has no such kernels, or if the scales of a weight row are too far apart.
         """
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4_fp8"), b13, b2, gate, dtype)
 
@@ -95,8 +95,10 @@ class ServedExperts:
         b13: Tensor | None = None, b2: Tensor | None = None, *, gate: Activation,
         dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E2M1 weights, two in a byte, an E4M3 scale for 16 elements, and modelopt's global scales
-        `*_scale_2`.
+        """Return experts with NVFP4 weights as modelopt stores them.
+
+        Elements are E2M1, two in a byte; scales are E4M3, one for each 16 elements of a row; `*_scale_2` are the global
+        scales. The elements are reordered in place.
         """
         made = of.nvfp4(Checkpoint(w13, w13_scale, w2, w2_scale), w13_scale_2, w2_scale_2, gate, dtype)
         return cls._of(made, b13, b2, gate, dtype)
@@ -117,20 +119,23 @@ class ServedExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, *, expert_map: Tensor | None = None, scale: float = 1.0,
         weights_on_rows: bool = False, world_experts: int | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the weighted sums of each token's experts, [N, H]. The host reads nothing from the device, so CUDA
-        graphs can capture the call.
+        """Compute the layer: return the weighted sum of each token's experts, [N, H].
+
+        The host reads nothing from the device, so CUDA graphs can capture the call.
 
         Args:
             x: tokens [N, H].
-            ids: int32 or int64 [N, K], numbers of the experts here, or, if `expert_map` is given, of all ranks'
-                experts; -1: no expert.
-            weights: [N, K], multiplied by `scale` in float32.
-            expert_map: int32 [all ranks' experts], for each the number of the expert here, or -1; None: ids are experts
-                here.
-            world_experts: number of experts on all ranks that tokens choose among, for the choice of kernels; see
+            ids: int32 or int64 [N, K], the chosen experts, numbered on this rank; if `expert_map` is given, numbered
+                over all ranks. -1: no expert.
+            weights: [N, K], the router's weights.
+            expert_map: int32 [number of experts on all ranks]: for each expert its number on this rank, or -1. None:
+                ids are numbers on this rank.
+            scale: factor by which the weights are multiplied, in float32.
+            weights_on_rows: True: multiply tokens by their weights before FC1; K must be 1. False: multiply results
+                after FC2.
+            world_experts: number of experts on all ranks among which tokens choose, by which kernels are chosen; see
                 `Routing.from_topk`.
-            weights_on_rows: multiply tokens by their weights before FC1 instead of results after FC2; K must be 1.
-            out: the result's buffer [N, H]; None: a new one.
+            out: buffer for the result [N, H]; None: a new one.
 
         Raises:
             NotServed: weights_on_rows with K above 1.

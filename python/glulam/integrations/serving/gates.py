@@ -1,4 +1,4 @@
-"""Translation of a serving engine's name and numbers of an activation to Glulam's activation."""
+"""Translation of a serving engine's activation (its name and parameters) to Glulam's activation."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import NamedTuple
 from ...activations import Activation
 
 PLAIN_ALPHA, PLAIN_OFFSET = 1.0, 0.0
-"""Numbers alpha and offset with which clamped_swiglu is silu(a) u, for the clamped gate a and up-projection u."""
+"""Parameters alpha and offset with which clamped_swiglu is silu(a) u of the clamped gate a and up-projection u."""
 
 
 class NotServed(ValueError):
-    """Raised for a layer that Glulam cannot compute as the engine does; a plugin then leaves the layer to the engine.
+    """Raised for a layer that Glulam cannot compute as the engine does. A plugin then leaves the layer to the engine.
 
     The message says why in one line.
     """
 
 
 class Named(NamedTuple):
-    """A gated activation under an engine's name.
+    """Glulam's activation for a gated activation of an engine.
 
     Attributes:
-        activation: Glulam's name.
-        takes: names of the number arguments of `gate_of` that this activation accepts.
+        activation: Glulam's name of the activation.
+        takes: arguments of `gate_of` (alpha, beta, limit, linear) that this activation accepts.
     """
 
     activation: str
@@ -43,16 +43,17 @@ def gate_of(
     name: str, *, gated: bool = True, interleaved: bool = False, alpha: float | None = None, beta: float | None = None,
     limit: float | None = None, linear: float | None = None,
 ) -> Activation:  # fmt: skip
-    """Return Glulam's activation for an engine's name and numbers; `glulam.moe` takes the result's `keywords`.
+    """Return Glulam's activation for an engine's activation. Its `keywords` are arguments for `glulam.moe`.
 
     Args:
-        name: the engine's name: "silu" (also "swiglu"), "swigluoai" (also "swigluoai_uninterleave"), "gelu_tanh" (also
-            "gelu_pytorch_tanh"), "relu", "situ"; without a gate "silu", "gelu", "relu2".
-        gated: FC1 computes a gate and an up-projection.
-        interleaved: FC1's rows are g0, u0, g1, u1, ...; else all gates come before all up-projections.
-        alpha, beta, limit: numbers of a SwiGLU with clamped halves, a sigmoid(alpha a) (u + beta) with a <= limit and
-            -limit <= u <= limit. "silu" with only a limit has alpha 1 and beta 0 (DeepSeek-V4); "silu" with alpha or
-            beta has defaults alpha 1 and beta 1. "swigluoai" has defaults alpha 1.702, beta 1 and limit 7.
+        name: the engine's name. With a gate: "silu" (also "swiglu"), "swigluoai" (also "swigluoai_uninterleave"),
+            "gelu_tanh" (also "gelu_pytorch_tanh"), "relu", "situ". Without a gate: "silu", "gelu", "relu2".
+        gated: True: FC1 computes a gate and an up-projection.
+        interleaved: True: FC1's rows are g0, u0, g1, u1, ... False: all gates come before all up-projections.
+        alpha, beta, limit: parameters of a SwiGLU with clamped halves, a sigmoid(alpha a) (u + beta), where a is the
+            gate, a <= limit, and u the up-projection, -limit <= u <= limit. "silu" with only a limit has alpha 1 and
+            beta 0 (DeepSeek-V4); "silu" with alpha or beta has defaults alpha 1 and beta 1. "swigluoai" has defaults
+            alpha 1.702, beta 1 and limit 7.
         beta, linear: for "situ", the caps of the gate and of the up-projection; linear None: not capped.
 
     Raises:
@@ -88,8 +89,9 @@ def gate_of(
 
 
 def _clamps(given: dict[str, float]) -> dict[str, float]:
-    """Return an engine's numbers as keywords of clamped_swiglu; missing ones get Glulam's defaults: limit 7, alpha
-    1.702, offset 1.
+    """Convert an engine's parameters to keywords of clamped_swiglu.
+
+    Missing parameters keep Glulam's defaults: limit 7, alpha 1.702, offset 1.
     """
     names = {"alpha": "alpha", "beta": "offset", "limit": "limit"}
     return {names[key]: value for key, value in given.items()}

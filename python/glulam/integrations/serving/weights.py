@@ -1,9 +1,10 @@
-"""Preparation of serving engines' expert weights, so that `glulam.moe` takes them without further work.
+"""Conversion of serving engines' expert weights to quantised tensors that `glulam.moe` takes without further work.
 
 E experts, H hidden size, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without
-a gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
-may be reordered, and MXFP8 elements rescaled, in place. An engine that loads weights again must prepare them again.
-"Rows" alone are rows of x, the tokens.
+a gate; w2 is [E, H, I]. In this file "rows" are rows of x, the tokens; rows of weights are called weight rows.
+
+Weights stay in the engine's memory. 16-bit and FP8-block weights are unchanged. 4-bit elements may be reordered, and
+MXFP8 elements rescaled, in place. An engine that loads weights again must convert them again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ...recipes import Recipe
 from .gates import NotServed
 
 MULTIPLE = 8
-"""Divisor of H and I that kernels require of weights in 16 bits."""
+"""H and I must be multiples of this for weights in 16 bits."""
 RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "bf16": (recipes.BF16, recipes.BF16),
     "fp8_block": (recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY),
@@ -36,16 +37,16 @@ RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "mxfp4_fp8": (recipes.MXFP4_IN_FP8, recipes.MXFP4_WEIGHT_ONLY),
     "nvfp4": (recipes.NVFP4_WEIGHT_ONLY, recipes.NVFP4_WEIGHT_ONLY),
 }
-"""For each constructor of ServedExperts: (the recipe on GPUs that have its kernels, the recipe on other GPUs)."""
+"""{constructor of ServedExperts: (recipe on GPUs that have its kernels, recipe on other GPUs)}."""
 MXFP4_ROWS = "GLULAM_MXFP4_ROWS"
-"""Environment variable that selects, in plugins, the dtype of rows beside MXFP4 weights: a key of MXFP4_KINDS."""
+"""Environment variable for plugins: the dtype in which rows are multiplied with MXFP4 weights, a key of MXFP4_KINDS."""
 MXFP4_KINDS = {"bf16": "mxfp4", "fp8": "mxfp4_fp8"}
-"""Constructors of ServedExperts for MXFP4 weights, by the dtype of rows."""
+"""{dtype of rows: constructor of ServedExperts for MXFP4 weights}."""
 _log = logging.getLogger(__name__)
 
 
 class Weights(NamedTuple):
-    """Prepared weights w1 and w2, and the recipe that multiplies them."""
+    """Weights w1 and w2 as `glulam.moe` takes them, and the recipe for them."""
 
     w1: Any
     w2: Any
@@ -53,7 +54,7 @@ class Weights(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """An engine's tensors of quantised weights: the elements and scales of w13 and w2."""
+    """An engine's tensors for quantised weights: the elements and the scales of w13 and w2."""
 
     w13: Tensor
     w13_scale: Tensor
@@ -65,7 +66,7 @@ class Checkpoint(NamedTuple):
 
 
 def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight: Tensor) -> Recipe:
-    """Return the recipe for experts' weights of one format, on the weights' device.
+    """Return the recipe for a layer with weights of one format, on the weights' device.
 
     Args:
         kind: the format, a key of RECIPES.
@@ -88,9 +89,10 @@ def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight
 
 
 def mxfp4_kind(default: str = "bf16") -> str:
-    """Return the constructor's name, "mxfp4" or "mxfp4_fp8", that the environment variable GLULAM_MXFP4_ROWS selects.
+    """Return the constructor that the environment variable GLULAM_MXFP4_ROWS selects: "mxfp4" or "mxfp4_fp8".
 
-    default: the variable's value if it is not set.
+    Args:
+        default: the value to use if the variable is not set.
 
     Raises:
         ValueError: the variable's value is not a key of MXFP4_KINDS.
@@ -102,15 +104,20 @@ def mxfp4_kind(default: str = "bf16") -> str:
 
 
 def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
-    """Return 16-bit weights, as views of w13 and w2, with their recipe."""
+    """Return 16-bit weights, without copies, and their recipe."""
     w13, w2 = w13.detach(), w2.detach()
     return Weights(w13, w2, served_recipe("bf16", w2.shape[1], w2.shape[2], w2.dtype, w2))
 
 
 def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weights:
-    """Return weights in FP8 blocks: views of the E4M3 elements, with a float32 scale for each 128 x 128.
+    """Return weights in FP8 with a float32 scale for each 128 x 128 elements, and their recipe.
 
-    E8M0 scales are converted to float32 once. gate: the activation; dtype: dtype of rows.
+    The E4M3 elements are not copied. E8M0 scales are converted to float32 here, once.
+
+    Args:
+        given: the engine's tensors.
+        gate: the activation.
+        dtype: dtype of rows.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("fp8_block", w2.shape[1], w2.shape[2], dtype, w2)
@@ -121,11 +128,15 @@ def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weigh
 
 
 def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
-    """Return MXFP8 weights: E4M3 elements with an E8M0 scale for 32 elements of a weight row.
+    """Return MXFP8 weights, E4M3 elements with an E8M0 scale for each 32 elements of a weight row, and their recipe.
 
-    If the GPU multiplies FP8 without block scales, and folding is accurate, elements are folded in place: rescaled so
-    that one power of two for each weight row replaces the block scales. Else the weights are views of the engine's
-    tensors. dtype: dtype of rows.
+    If the GPU has FP8 MMAs without block scales, and folding (`formats.mxfp8.fold`) is accurate, elements are folded in
+    place: rescaled so that one power of two for each weight row replaces the block scales. Otherwise the weights are
+    the engine's tensors, unchanged.
+
+    Args:
+        given: the engine's tensors.
+        dtype: dtype of rows.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
@@ -143,16 +154,16 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
 
 
 def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
-    """Return MXFP4 weights: E2M1 elements, two in a byte, with one scale for 32 elements of a weight row.
-
-    Scales are E8M0, or float32 powers of two, which are copied to E8M0.
+    """Return MXFP4 weights, E2M1 elements with a scale for each 32 elements of a weight row, and their recipe.
 
     Args:
+        given: the engine's tensors. Elements are two in a byte. Scales are E8M0, or float32 powers of two, which are
+            copied to E8M0.
         dtype: dtype of rows.
-        kind: "mxfp4": kernels decode the weights, whose elements are reordered in place for this. "mxfp4_fp8": rows are
-            quantised to FP8; elements are unchanged, and each weight row gets a power of two near its scales, from
+        kind: "mxfp4": kernels decode the weights to 16 bits; elements are reordered in place for this.
+            "mxfp4_fp8": rows are quantised to FP8; elements are unchanged, and each weight row gets a power of two, by
             which kernels make exact FP8 operands (`formats.mxfp4.rebase`). If the GPU has no such kernels, or scales of
-            a weight row are too far apart, "mxfp4_fp8" is done as "mxfp4".
+            a weight row are too far apart, this is the same as "mxfp4".
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     hidden, width = w2.shape[1], 2 * w2.shape[2]
@@ -172,11 +183,11 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
 
 
 def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
-    """Return NVFP4 weights, with E2M1 elements, two in a byte, reordered in place for kernels.
-
-    Scales are E4M3, one for 16 elements of a weight row, in plain order.
+    """Return NVFP4 weights, whose elements are reordered in place for kernels, and their recipe.
 
     Args:
+        given: the engine's tensors. Elements are E2M1, two in a byte. Scales are E4M3, one for each 16 elements of a
+            weight row, in plain (not swizzled) order.
         w13_scale_2, w2_scale_2: float32 global scales: [], one for all experts; [E]; or [E, 2], for the halves of w13.
         gate: the activation.
         dtype: dtype of rows.
@@ -200,22 +211,27 @@ def _check_fits(recipe: Recipe, dtype: torch.dtype, hidden: int, width: int) -> 
 
 
 def _float_scales(scale: Tensor) -> Tensor:
-    """Return block scales in float32; float32 scales are returned unchanged."""
+    """Convert block scales (E8M0 or floats) to float32; return float32 scales unchanged."""
     if scale.dtype in (torch.uint8, SCALE_DTYPE):
         return scales_of(scale.view(torch.uint8))
     return scale.float()
 
 
 def _in_place(folded: FoldedWeight, data: Tensor) -> FoldedWeight:
-    """Write folded elements into the engine's memory, `data`; return the weight with its elements there."""
+    """Copy folded elements into the engine's memory `data`; return the folded weight with its elements in `data`."""
     data.copy_(folded.data)
     return FoldedWeight(data, folded.scale, folded.axis, folded.report)
 
 
 def _power_scales(name: str, scale: Tensor) -> Tensor:
-    """Return scales as E8M0. name: the weight's name in the error.
+    """Convert scales to E8M0.
 
-    Raises NotServed if float32 scales are not powers of two.
+    Args:
+        name: the weight's name in the error.
+        scale: E8M0 scales, or powers of two in floats.
+
+    Raises:
+        NotServed: scales are not powers of two.
     """
     if scale.dtype in (torch.uint8, SCALE_DTYPE):
         return scale.view(SCALE_DTYPE)
@@ -227,10 +243,14 @@ def _power_scales(name: str, scale: Tensor) -> Tensor:
 
 
 def _factors(factor: Tensor, may_differ: bool = False) -> Tensor:
-    """Return global scales in the shape that NVFP4Tensor takes: [], [E], or [E, 2] if those of a weight's two halves
-    differ.
+    """Convert global scales to the shape that NVFP4Tensor takes: [], [E], or [E, 2] if a weight's two halves differ.
 
-    Raises NotServed if they differ, but `may_differ` is False.
+    Args:
+        factor: the global scales.
+        may_differ: True: the halves of a weight may have different global scales.
+
+    Raises:
+        NotServed: the halves differ, but may not; or the shape is another.
     """
     factor = factor.float()
     if factor.dim() < 2:
