@@ -35,7 +35,7 @@ PartFunction = Callable[..., Any]
 `groups`, and returns the call's results.
 """
 Declared = tuple[type[Call], dict[str, Any]]
-"""How a part is computed: the class of the part's call, and the call's options that have no default."""
+"""Declaration of a part: the class of the part's call, and the call's options that have no default."""
 
 
 def grouped_by(call: Call) -> str:

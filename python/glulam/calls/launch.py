@@ -62,7 +62,7 @@ class ResultTensor(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a launch takes the value of one kernel argument from.
+    """Origin of the value that a launch passes for one kernel argument.
 
     Attributes:
         kind: one of the constants below.

@@ -265,7 +265,7 @@ class PlanMaker(Arguments):
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
     def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> LaunchShape:
-        """Return the LaunchShape of this call's launch.
+        """Describe this call's launch by a LaunchShape, from which the launch's code is generated.
 
         Args:
             problem: the call's problem.

@@ -20,7 +20,7 @@ from .problem import Problem, changed
 Orders = tuple[Accumulation, ...]
 SWITCH = "glulam.batch_invariant(True)"
 ROUNDED = "a forward that records a gradient, without `recompute`, rounds the preactivation before the activation"
-"""Why an MLP with frozen weights is not batch-invariant: with a gradient, its forward becomes three calls
+"""Reason why an MLP with frozen weights is not batch-invariant: with a gradient, its forward becomes three calls
 (`backward.frozen`), with a rounding between the calls.
 """
 BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"

@@ -46,7 +46,7 @@ NOISE = 0.01
 
 
 class Held(NamedTuple):
-    """What tables say for this machine: the layers of all sections whose stamp (GPU, versions) matches.
+    """Contents of tables that hold for this machine: the layers of all sections whose stamp (GPU, versions) matches.
 
     Attributes:
         layers: {`Layer.key`: (layer, its file)}. A `table.Layer` is a problem with its kernels and their times.

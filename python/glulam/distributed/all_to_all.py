@@ -63,7 +63,7 @@ class AllToAll:
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
-        """Raise the PeerError of an earlier operation after which the ranks no longer agree on the next operation."""
+        """Raise the PeerError of an earlier operation again, if it left the ranks in different operations."""
         self.headers.check()
 
     @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Headers:
         self._ended = ""
 
     def check(self) -> None:
-        """Raise the PeerError of an earlier operation after which the ranks no longer agree on the next operation."""
+        """Raise the PeerError of an earlier operation again, if it left the ranks in different operations."""
         if self._ended:
             raise PeerError(f"{self._ended}; make a new object on all ranks")
 

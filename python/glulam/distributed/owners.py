@@ -1,4 +1,4 @@
-"""Which rank owns which experts: plain arithmetic on numbers and tensors."""
+"""Ownership of experts: plain arithmetic that tells which rank owns which experts."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _listed(names: Sequence[Any]) -> str:
 def _wanted(
     state: Mapping[str, Tensor], num_experts: int, experts: Sequence[int] | None, names: ExpertNames
 ) -> list[int]:
-    """Return the numbers of the experts to load: `experts`, or all if it is None.
+    """Check which experts the checkpoint has; return the numbers of the experts to load: `experts`, or all if None.
 
     Raises:
         ValueError: there are no experts at the prefix, or one of those to load is missing.
@@ -323,10 +323,10 @@ def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
 
 
 def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
-    """Raise ValueError for the first invalid scales.
+    """Raise ValueError that names the first invalid scales, if there are any.
 
     Args:
-        keys: for each projection, the names of its scales in the checkpoint.
+        keys: for each expert's projection, the names of its scales in the checkpoint.
         bad: the flags of these scales, see `_are_bad`.
     """
     for names, flags in zip(keys, bad.tolist(), strict=True):

@@ -30,7 +30,7 @@ RENAMES = {
 
 
 class Source(NamedTuple):
-    """Where another library's state dict stores one parameter of a GroupedMLP, and in which layout.
+    """Place and layout of one parameter of a GroupedMLP in another library's state dict.
 
     Attributes:
         keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" stands for an expert's number.

@@ -223,11 +223,13 @@ class MoE(Converts):
     def _experts(
         self, given: dict[str, Any] | None, tokens: Tensor, routing: Routing, residual: Tensor | None = None
     ) -> Tensor:
-        """Return [N, H]: for each token the weighted sum of its experts' results, plus `residual` unless None.
+        """Run the routed experts; return [N, H], each token's weighted sum of its experts' results plus the residual.
 
         Args:
             given: the experts' weights and options as arguments of `glulam.moe`; None: the experts are called as a
                 module.
+            tokens, routing: [N, H], and their Routing.
+            residual: [N, H], added to the sums; None: nothing is added.
         """
         if given is None:
             return combine(self._called_experts(tokens, routing), routing, residual)
@@ -257,10 +259,14 @@ class MoE(Converts):
         return self._experts(given, tokens, routing) if is_summed else self._called_experts(tokens, routing)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
-        """Return the routing of tokens [N, H]: compute the router's logits, and choose top_k experts for each token.
+        """Compute the router's logits, choose top_k experts for each token, and return the Routing.
 
         Args:
-            num_tokens: see `forward`.
+            tokens: [N, H].
+            num_tokens: number of valid tokens, see `forward`.
+
+        Raises:
+            ValueError, TypeError: raised by `glulam.route`; or the router's weight or result has a wrong shape.
         """
         router, dtype = self._modules["router"], self.router_dtype or tokens.dtype
         bias = held(self, self._buffers, "choice_bias")
@@ -331,7 +337,8 @@ class MoE(Converts):
     def merge_lora(self, keep: bool = True) -> None:
         """Add the adapters to the routed experts' weights; later calls do not apply the adapters again.
 
-        keep: store copies of the weights for `unmerge_lora`. For the errors see `GroupedMLP.merge_lora`.
+        Args:
+            keep: store copies of the weights for `unmerge_lora`; see `GroupedMLP.merge_lora`, also for the errors.
         """
         self.experts.merge_lora(keep)
 

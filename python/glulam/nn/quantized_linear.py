@@ -116,7 +116,7 @@ class QuantizedLinear(GroupedLinear):
         self.reset_weights(1 / math.sqrt(self.in_features))
 
     def reset_weights(self, bound: float) -> None:
-        """Set random elements, and scales such that no value exceeds `bound` in magnitude."""
+        """Set random elements, with scales so small that no value exceeds `bound` in magnitude."""
         raise NotImplementedError
 
     def experts(self, name: str) -> Any:

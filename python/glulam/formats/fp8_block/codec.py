@@ -17,7 +17,7 @@ from ..mxfp8.reference import E4M3_MAX, to_e4m3
 from ..sources import divided
 
 BLOCK = 128
-"""Elements along a row, and rows of a weight, that share a scale."""
+"""Size of blocks: 128 elements of a row of x, or 128 x 128 elements of a weight, share a scale."""
 LEAST_SCALE = 2.0**-126
 
 
@@ -26,7 +26,7 @@ def num_blocks(size: int) -> int:
 
 
 def scales_of_maxima(amax: Tensor) -> Tensor:
-    """Return float32 scales of blocks whose greatest magnitudes are `amax`, float32."""
+    """Return the float32 scales of blocks. `amax`: the greatest magnitude of each block, float32."""
     scale = divided(amax, E4M3_MAX).clamp(min=LEAST_SCALE)
     return torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan)
 

@@ -81,7 +81,7 @@ class RebasedWeight(Stored):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight's values [E, N, K] in `dtype`; magnitudes from 2^128 on become infinite.
 
-        All others are exact in float32 and bfloat16; float16 rounds them and has a smaller range.
+        All other values are exact in float32 and bfloat16; float16 rounds them and has a smaller range.
         """
         return values_of(self.data.view(torch.uint8), self.scale.view(torch.uint8)).to(dtype)
 

@@ -64,12 +64,12 @@ class FoldError(ValueError):
 
 
 class Place(NamedTuple):
-    """The place of a block of 32 elements.
+    """The place of a block of 32 elements in expert weights, and how far folding moved it.
 
     Attributes:
         expert, row: the expert and the row.
         block: number of the block along the contraction.
-        binades: powers of two by which folding moves the block's elements down.
+        binades: number of powers of two by which folding moved the block's elements down.
     """
 
     expert: int
@@ -338,11 +338,11 @@ def _fold_by_torch(
         pieces: the weight, see `_pieces`.
         exponents: E8M0 bytes of the scales if the weight is in MXFP8. None: the weight is quantised first.
         axis: "row" or "col".
-        out: the result, which is written. None: only measure changes.
-        report: measure changes.
+        out: buffers for the result. None: only measure changes.
+        report: True: measure changes.
 
     Returns:
-        The changes of each chunk; empty without `report`.
+        The changes of each chunk of rows; [] without `report`.
     """
     changes = []
     scale = None if out is None else out.scale.view(torch.uint8)

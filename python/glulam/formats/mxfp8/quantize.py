@@ -135,7 +135,7 @@ def _reference(call: Any, problem: Problem, *results: Tensor) -> None:
 
 
 class QuantizeMxfp8Call(Call):
-    """A call of quantize_mxfp8. `out`: buffers for the data and scales of each copy. None: new tensors."""
+    """A call of quantize_mxfp8 with plain tensors. `out`: buffers for the data and scales of each copy, or None."""
 
     explains = True
     op = OP
