@@ -25,7 +25,7 @@ class GluPath(Path):
 
     Attributes:
         activation_options: activation, glu_layout and the activation's numbers, as keywords of the operators.
-        return_preact: True: the call also returns h, whose incoming gradient is then added.
+        return_preact: True: the call also returns h, so backward adds h's incoming gradient.
     """
 
     inputs: ClassVar = ("x", "w1", "bias", "row_scale")

@@ -61,7 +61,7 @@ class _Kept:
 
 
 def _is_memory(part: Tensor) -> bool:
-    """Return True if the tensor has memory of its own and so may be cached: no fake tensor, none of torch.func."""
+    """Return True if a tensor is a plain one with memory, so that it may be cached; not fake, none of torch.func."""
     return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 
