@@ -44,7 +44,7 @@ _MAX_COMPLAINTS = 20  # lines of an error message
 
 
 def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[str]:
-    """Return a line of text for each compiler complaint (register spills, serialised wgmma) that `allowed` lacks.
+    """Return one line of text for each compiler complaint (register spills, serialised wgmma) that is not in `allowed`.
 
     Args:
         artifacts: compiled functions with the reports of their kernels.
@@ -83,9 +83,9 @@ def default_jobs() -> int:
 def compile_all(
     specs: Sequence[Spec], store: Store, directory: Path, jobs: int, progress: Progress
 ) -> list[KernelArtifact]:
-    """Put the object files of all specs in a folder: copied from the store, or compiled if the store lacks them.
+    """Put the object files of all specs into a folder: copied from the store, or compiled if the store lacks them.
 
-    An object that another process is compiling is taken from the store after all other objects are done.
+    If another process is compiling an object, the object is taken from the store after all other objects are done.
 
     Args:
         specs: specs of stages, without duplicates.

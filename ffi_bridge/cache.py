@@ -1,17 +1,17 @@
-"""The cache of compiled kernels on disk: its place, its content, and how an entry is found. Nothing here compiles.
+"""The cache of compiled kernels on disk: its folders, its keys, and how an entry is found. Nothing here compiles.
 
 An entry is a bundle of one function (and its stages), so the loader's checks apply to it unchanged. The entry's key,
 the name of its folder, covers everything that can change the code: the spec, the sources of its kernels, the language
 constructs that its kernels avoid (`cute_kernels/plain.py`), the compile options and the compiler's version.
 The cache also has objects that are not linked yet, which the JIT and `glulam build` share (`objects.py`). They lie in
-<root>/objects, also one folder for each key, with a manifest beside a .o file instead of a library.
+<root>/objects, also one folder for each key. The manifest in such a folder describes a .o file instead of a library.
 
     <root>/.glulam-cache         says that Glulam made this folder
     <root>/<key>/<arch>/         an entry: library and manifest
     <root>/<2 digits>.lock       the lock for making or removing entries whose key's digest begins with these digits
     <root>/<key>.damaged/        a damaged entry that was put aside
     <root>/.glulam-compile-*/    a compile in progress, or its copy if other users may rename files in <root>
-    <root>/objects/              objects, with the same files
+    <root>/objects/              the objects, in a folder that is laid out like <root>
 
 All other files in these folders are the user's own: they are neither counted nor touched.
 """
@@ -63,8 +63,9 @@ def cache_key(
     spec: Spec, tracer: str | None = None, hashes: dict[str, str] | None = None, has_ptx: bool = False,
     machine: host.Host | None = None,
 ) -> str:  # fmt: skip
-    """Return the key of a compiled spec: its name, and 16 hexadecimal digits of a hash over everything that can change
-    the code.
+    """Return the key of a compiled spec, for example "<spec.name>-0123456789abcdef".
+
+    The 16 hexadecimal digits are a hash over everything that can change the code.
 
     Args:
         spec: the spec.
@@ -156,7 +157,7 @@ def lock_of(root: Path, key: str) -> Path:
 def make_entry(work: Path, arch: str) -> Path:
     """Make the folders entry/<arch> in `work` and return the inner one.
 
-    Whatever the umask is, only their owner can write them: others' write bits would keep the entry from being loaded.
+    Both get mode 0755 whatever the umask is: the loader refuses an entry that group or others can write.
     """
     inner = work / "entry" / arch
     inner.mkdir(parents=True)
@@ -209,13 +210,13 @@ class Entry:
 
 
 def key_of(folder: Path) -> dict[str, str]:
-    """Return {"name": a spec's name, "arch": its architecture}, parsed from a folder's name; empty if it is no key."""
+    """Parse a folder's name into {"name": a spec's name, "arch": its architecture}; empty if the name is no key."""
     key = _KEY.fullmatch(folder.name.removesuffix(DAMAGED))
     return key.groupdict() if key else {}
 
 
 def _files(folder: Path) -> list[Path] | None:
-    """Return the files of an entry: those in `folder`/<arch>/, namely a library or an object, texts, and a manifest.
+    """Return the files of an entry, all in `folder`/<arch>/: a library or an object, texts (PTX, MLIR), and a manifest.
 
     Any of these files may be missing. None: the folder's name is not a key, or the folder has anything besides these
     files, such as a symbolic link.
@@ -248,7 +249,7 @@ def _is_of(found: manifest.Manifest, name: str) -> bool:
 
 
 def _spec_in(folder: Path) -> Spec | None:
-    """Return the spec in an entry's manifest, whoever owns the file; None if it does not fit the folder's name."""
+    """Return the spec in an entry's manifest, whoever owns the file; None if the spec and the folder's name differ."""
     key = key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
         found = manifest.read(folder / key["arch"], trust.anybodys(folder))
@@ -373,14 +374,16 @@ def _descriptor(stack: contextlib.ExitStack, path: Path | str, flags: int, at: i
 
 
 def remove(entry: Entry, pattern: re.Pattern[str] = manifest.LIBRARY) -> bool:
-    """Remove an entry, unless another process is making it or has made it anew. Processes that have loaded it keep it.
+    """Remove an entry, unless another process is making it or has replaced it.
+
+    Processes that have loaded the entry's library keep it.
 
     Args:
         entry: an entry that `entries` yielded.
         pattern: see `entries`.
 
     Returns:
-        True if it was removed. An entry that cannot be removed costs a RuntimeWarning.
+        True if the entry was removed. If it cannot be removed, a RuntimeWarning says why.
     """
     import filelock
 

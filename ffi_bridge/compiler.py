@@ -1,8 +1,8 @@
-"""The compile process: one spec in, one object file and its resource report out.
+"""The compile process: it receives specs, and returns for each an object file and a report of the kernels' resources.
 
-Run as `python -m ffi_bridge.compiler`, it serves requests until its standard input closes (`worker.py` is
-the other end). It is the only process that imports cutlass: the compiler holds the GIL, is not thread-safe
-and keeps some 250 MB. It never imports torch, so that a build sees the same world with and without it.
+Run as `python -m ffi_bridge.compiler`, it serves requests until its standard input closes (`worker.py` is the other
+end). It is the only process that imports cutlass, because the compiler holds the GIL, is not thread-safe and keeps
+some 250 MB. It never imports torch, so that a build gives the same result with and without torch.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class KernelArtifact:
 
 
 def load_tracer(name: str) -> Tracer:
-    """Return the function that a string "module:function" names. It maps a spec to the jitted host function and its
-    arguments, which are placeholders."""
+    """Import and return the function that a string "module:function" names.
+
+    The function maps a spec to the jitted host function and its arguments, which are placeholders.
+    """
     module, _, function = name.partition(":")
     tracer: Tracer = getattr(importlib.import_module(module), function)
     return tracer
@@ -63,8 +65,14 @@ def load_tracer(name: str) -> Tracer:
 
 @functools.cache
 def _cutlass(arch: str) -> Any:
-    """Import `cutlass.cute` for an architecture. Without a GPU the DSL reads its architecture from the environment,
-    once, so a process compiles for one."""
+    """Import `cutlass.cute` for an architecture.
+
+    Without a GPU the DSL reads its architecture from an environment variable, once, so one process compiles for one
+    architecture only.
+
+    Raises:
+        CompileError: this process compiles for another architecture.
+    """
     chosen = os.environ.setdefault("CUTE_DSL_ARCH", arch)
     if chosen != arch:
         raise CompileError(f"this compile process serves {chosen}; compile for {arch} in another")
@@ -89,7 +97,8 @@ def _forget_source_lines(dsl: Any) -> None:
 def _aim(module: Any, cpu: str) -> None:
     """Make the compiler compile every function of a traced module for an x86-64 `cpu` instead of this machine's CPU.
 
-    The DSL's exporter has no option for it; a function's own attributes go before those of LLVM's target machine.
+    The DSL's exporter has no option for the CPU. A function's own attributes take precedence over those of LLVM's
+    target machine.
     """
     ir = importlib.import_module("cutlass._mlir.ir")
     with module.context:
@@ -105,7 +114,7 @@ def _aim(module: Any, cpu: str) -> None:
 
 
 def _export(compiled: Any, file: Path, name: str, machine: host.Host) -> None:
-    """Write a compiled function as object code for any CPU of a machine."""
+    """Write a compiled function as object code that runs on every CPU of the kind `machine`."""
     if machine == host.here():
         if machine.machine == "x86_64":  # elsewhere LLVM's target machine is the baseline already
             _aim(compiled.ir_module, machine.baseline)
@@ -126,7 +135,7 @@ def _export(compiled: Any, file: Path, name: str, machine: host.Host) -> None:
 def compile_spec(spec: specs.Spec, directory: Path, tracer: str, machine: host.Host) -> KernelArtifact:
     """Compile one spec, with host code for any CPU of a machine, to `directory`/<spec.name>.o.
 
-    To be called in a process of its own: it imports cutlass for the spec's architecture and for no other.
+    Call this only in a process of its own: it imports cutlass for the spec's architecture, and no other can follow.
 
     Raises:
         CompileError: the kernel does not compile, or the compiler's report is incomplete.
@@ -146,14 +155,14 @@ def compile_spec(spec: specs.Spec, directory: Path, tracer: str, machine: host.H
 
 
 def _place(error: Exception) -> str:
-    """Where our code was when it failed: the innermost frame outside the DSL."""
+    """Return "file:line" of the innermost frame outside the DSL, the place in our code where `error` arose."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if f"{os.sep}cutlass{os.sep}" not in frame.filename] or frames
     return f"{ours[-1].filename}:{ours[-1].lineno}"
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The reply to one request: {"artifact": ...} or {"error": ...}. No exception leaves the process."""
+    """Return the reply to one request: {"artifact": ...} or {"error": ...}. No exception leaves the process."""
     try:
         os.environ[plain.ENV] = ",".join(request["plain"])  # as it is now, not when this process began
         spec = specs.from_dict(request["spec"])
@@ -165,7 +174,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answers one JSON request a line with one JSON reply a line, until the requests end."""
+    """Answer each JSON request (one line) with a JSON reply (one line), until the requests end."""
     for line in requests:
         replies.write(json.dumps(_answer(json.loads(line))) + "\n")
         replies.flush()

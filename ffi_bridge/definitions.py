@@ -1,7 +1,9 @@
-"""Hashes of a Python file's code without comments, docstrings and line layout, which leave no trace in an object.
+"""Hashes of a Python file's code.
 
-A module of tables (dictionary literals with string keys) can be hashed in parts: each row (a key and its value) with
-the definitions that the row uses, and the rest of the file.
+Comments, docstrings and line layout do not count, since objects do not depend on them.
+
+A module of tables (dictionary literals with string keys) can be hashed in parts. One hash covers one row (a key and its
+value) with the definitions that the row uses; another covers the rest of the file.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ class Code:
     def attributes(self, module: str) -> set[str] | None:
         """Return the names of the attributes of an imported module that the file uses.
 
-        None: they cannot be told, since the file renames the module or uses it otherwise than as `module.attribute`.
+        None: unknown, since the file renames the module or uses it in another way than as `module.attribute`.
 
         Args:
             module: the name under which the file imports the module.
@@ -135,20 +137,22 @@ class Code:
         return tuple(key for statement in self._statements for key in _rows(statement))
 
     def hash_of_row(self, key: str) -> str:
-        """Return the hash of one row of the file's tables (dictionary literals), so that a kernel that uses this row
-        keeps its key when only other rows are edited.
+        """Return the hash of one row of the file's tables (dictionary literals).
 
-        The hash covers the row's value, all definitions that the value uses, directly or through others, and the row's
-        place among all rows. key: the row's key in its dictionary.
+        A kernel that uses only this row keeps its cache key when other rows are edited. The hash covers the row's
+        value, all definitions that the value uses, directly or through others, and the row's position among all rows.
+
+        Args:
+            key: the row's key in its dictionary.
         """
         values = [rows[key] for statement in self._statements if key in (rows := _rows(statement))]
         return sha256([f"{self.row_names().index(key)}", *map(plain, values), *self._texts(self._reached(values))])
 
     def hash_of_rest(self, names: Collection[str]) -> str:
-        """Return one hash over the definitions of `names`, all definitions that they use, and statements that define no
-        name.
+        """Return one hash over the definitions of `names` and all definitions that they use, directly or indirectly.
 
-        A table is left out unless one of the hashed statements uses the table.
+        Statements that define no name, and the definitions that these use, are hashed, too. A table is left out, even
+        if `names` has it, unless one of the hashed statements uses the table.
         """
         asked = [statement for name in names for statement in self._by_name.get(name, ())]
         loose = [statement for statement in self._statements if not _bound(statement)]

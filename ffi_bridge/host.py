@@ -103,9 +103,10 @@ def of_baseline(baseline: str) -> Host | None:
 
 @functools.cache
 def unfit() -> str:
-    """Return the end of "... needs an x86-64-v2 CPU, but": why this machine cannot run code for its baseline.
+    """Return the reason why this machine cannot run code for its baseline; empty if it can.
 
-    Empty: the machine can run such code, or Linux does not list its CPU's flags.
+    The reason completes the sentence "... needs an x86-64-v2 CPU, but", for example "this machine's lacks sse4_2". Also
+    empty: Linux does not list this CPU's flags.
     """
     if platform.machine() not in HOSTS:
         return f"this machine is {platform.machine()}"

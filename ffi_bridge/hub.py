@@ -66,8 +66,8 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
         The new folder <out>/build/<variant>; see the module's docstring for the files in it.
 
     Raises:
-        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the kind of machine that the library is for could
-            not load it.
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the bundle would not load on the kind of machine
+            that its library is for.
         FileExistsError: <out>/build/<variant> exists already.
         OSError: the folder cannot be written.
     """

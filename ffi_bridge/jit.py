@@ -1,4 +1,4 @@
-"""Kernels that the bundle lacks: compiled in a helper process, kept on disk, and shared by processes.
+"""Compile kernels that the bundle lacks, in a helper process, and keep them on disk, where all processes share them.
 
 This module makes entries of the cache; `cache.py` finds and loads them.
 """

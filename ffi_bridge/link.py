@@ -90,9 +90,11 @@ def _of_other_machine(machine: host.Host, folder: Path) -> tuple[list[str], dict
 
 
 def check_instructions(library: Path, machine: host.Host | None = None) -> None:
-    """Check that a library has only instructions of a machine's baseline, so that it runs on every CPU from there on.
+    """Check that a library has only instructions of a machine's baseline, so that it also runs on the oldest CPU.
 
-    `machine`: the kind of CPU. None: this machine's.
+    Args:
+        library: the library.
+        machine: the kind of CPU. None: this machine's.
 
     Raises:
         CompileError: the library has an instruction of newer CPUs, which the message names, or cannot be disassembled.

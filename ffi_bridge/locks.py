@@ -39,7 +39,7 @@ def locked(path: Path, timeout: float = -1) -> Iterator[None]:
 
 
 def _make(path: Path) -> None:
-    """Make a missing lock file; whatever the umask is, only users who can write its folder can write the file."""
+    """Make a missing lock file, whatever the umask is. Only users who can write the folder can write the file."""
     mode = 0o644 | path.parent.stat().st_mode & OTHERS_WRITE
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))

@@ -20,8 +20,9 @@ SCHEMA = 2
 FILE = "manifest.json"
 LIBRARY = re.compile(r"libglulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)(-[0-9a-f]{16})?\.so")
 OBJECT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.o")
-"""Pattern for the file name of an object that is not linked yet. It has a manifest of its own, which describes the
-object where a bundle's manifest describes the library.
+"""Pattern for the file name of an object that is not linked yet.
+
+Each object has a manifest of its own. Its fields `library`, `sha256` and `size` describe the object file.
 """
 TEXT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.(ptx|mlir)")
 """Pattern for the name of a text (PTX or MLIR) beside an object that was compiled with `keep_ptx`."""
@@ -58,9 +59,10 @@ class Manifest:
         host: baseline of the CPUs for which host code was made, for example "x86-64-v2".
         needs: by distribution name (DSL and TVM-FFI), the symbols that the library takes from that run-time library.
         versions: by distribution name, the versions of Glulam, the DSL and TVM-FFI that made the library. None:
-            unknown. Only Glulam's must equal the installed one; the other two are information.
-        sources: hashes of the kernels' sources by name. Of a bundle: one hash, of the kernels' package. Of a cache
-            entry: the hashes that `cache.sources_of` returns, for the tracers and the modules of the compile process.
+            unknown. Glulam's version must equal the installed one; the other two are information.
+        sources: hashes of the kernels' sources by name. A bundle records one hash, for the kernels' package. A cache
+            entry records the hashes that `cache.sources_of` returns, for the tracers and the modules of the compile
+            process.
         functions: the functions by export symbol, sorted.
         texts: by suffix, the sha256 (hexadecimal) of each text that is kept beside an object; usually empty.
         plain: language constructs that the kernels avoid (`cute_kernels/plain.py`); usually empty.

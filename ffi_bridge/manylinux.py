@@ -97,8 +97,8 @@ def _glibc_for(libraries: Sequence[Path]) -> Glibc:
 def tag(libraries: Sequence[Path], machine: str) -> str:
     """Return the platform tag of a wheel with `libraries`, for example "manylinux_2_28_x86_64".
 
-    The wheels that the libraries need are assumed to have the same oldest glibc for every machine as those installed
-    here.
+    The wheels that the libraries need are examined as they are installed here. Their builds for `machine` are assumed
+    to need the same glibc.
 
     Args:
         libraries: the wheel's shared libraries.

@@ -1,8 +1,9 @@
 """The store of objects (compiled, not linked): builds and the JIT compile each object once and share it.
 
-An object lies in <cache root>/objects as a kernel lies in the cache (`cache.py`): in a folder named by its key, beside
-a manifest that describes it, and checked as strictly before it is linked. It is stored as soon as it is compiled, so
-that an interrupted build continues where it stopped. If the store cannot be used, a warning says so and builds go on.
+An object lies in <cache root>/objects in the same way as a kernel lies in the cache (`cache.py`): in a folder named by
+its key, beside a manifest that describes it. It is checked as strictly as a kernel before it is linked. It is stored as
+soon as it is compiled, so that an interrupted build continues where it stopped. If the store cannot be used, a warning
+says so and builds go on.
 """
 
 from __future__ import annotations
@@ -159,10 +160,10 @@ class Store:
         return artifact
 
     def longest_first(self, specs: Sequence[Spec]) -> list[Spec]:
-        """Return specs by their probable compile time, longest first.
+        """Sort specs by the compile time to expect, longest first.
 
-        The measure is the size of the last used object that a spec of the same name has in the store. Specs without
-        such an object come first.
+        The size of the object that a spec of the same name last had in the store stands for its compile time. Specs
+        without such an object come first.
         """
         sizes: dict[str, int] = {}
         for stored in sorted(self._stored(), key=lambda stored: stored.used):

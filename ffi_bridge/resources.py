@@ -41,6 +41,7 @@ class KernelResources:
     """Resources of one device kernel.
 
     Attributes:
+        name: the kernel's name.
         registers: registers of a thread.
         spill_stores, spill_loads, static_smem, dynamic_smem: bytes.
         diagnostics: C75xx codes of ptxas.
@@ -56,7 +57,7 @@ class KernelResources:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Complaints: 'spills', and each C75xx code. A build refuses those that the spec's name does not allow."""
+        """'spills' if registers are spilled, and each C75xx code. A build refuses those not allowed for the spec."""
         spills = ("spills",) if self.spill_stores or self.spill_loads else ()
         return spills + self.diagnostics
 

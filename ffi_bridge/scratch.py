@@ -67,8 +67,8 @@ def _place_for_temporary_files() -> Path:
 def install(made: Path, target: Path, prefix: str) -> None:
     """Move a finished folder to `target`, so that no other user can change its content.
 
-    If other users may rename entries of the target's folder, the folder is copied instead: each file and folder is made
-    inside its opened parent, so that everything is written into folders of this user.
+    If other users may rename entries of the target's folder, the folder is copied instead of moved. Each file and
+    folder is then made inside its opened parent, so that everything is written into folders of this user.
 
     Args:
         made: a folder of folders of files, in a `private_scratch` for the target's folder.

@@ -1,12 +1,12 @@
 """The source files of a kernel: the module that traces it and that module's imports, found without running any code.
 
 The key of a cached function contains a hash over these files, so that an edit recompiles exactly the kernels that it
-can reach. An import whose meaning is unclear counts as an import of everything: one file too many costs a compile, one
-too few would serve a kernel of old sources.
+can reach. An import whose meaning is unclear counts as an import of every module: one file too many only costs a
+compile, but one file too few would serve a kernel of old sources.
 
-Stored objects have a finer key, the hash of the files' code (`definitions`): without comments, docstrings and line
-layout, which leave no trace in an object, and with only those activations that the kernel computes. This hash takes
-longer, 0.7 s for all files, and is computed only before a compile.
+Stored objects have a finer key, the hash of the files' code (`definitions`). It ignores comments, docstrings and line
+layout, which leave no trace in an object, and of the activations it covers only those that the kernel computes. This
+hash takes longer, 0.7 s for all files, and is computed only before a compile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _AT_RUN_TIME = re.compile(r"\b(?:importlib|__import__|runpy|pkgutil|exec|eval)\b
 
 
 class Import(NamedTuple):
-    """`from <level dots><module> import <name>`; an `import <module>` has level 0 and no name. "*" is every name."""
+    """One import: `from <level dots><module> import <name>`, where name "*" means every name.
+
+    `import <module>` has level 0 and name "".
+    """
 
     level: int
     module: str
@@ -45,7 +48,7 @@ class Import(NamedTuple):
 
 
 EVERYTHING = Import(0, "", "*")
-"""Stands for the imports of a file that may import modules at run time (by importlib, exec, ...): every module."""
+"""The one import listed for a file that may import at run time (importlib, exec, ...): it means every module."""
 
 
 def _imports_in(nodes: Iterator[ast.AST]) -> Iterator[Import]:
@@ -147,8 +150,8 @@ class Sources:
 
         Args:
             module: the module whose closure is hashed.
-            formulas: the activations that the kernel computes: of module `stages.FORMULAS`, which has all activations'
-                formulas, only the parts for these are hashed. None: the whole module is hashed.
+            formulas: the activations that the kernel computes. Module `stages.FORMULAS` has the formulas of all
+                activations; only the parts for these are hashed. None: the whole module is hashed.
         """
         key = module, formulas
         if key not in self._code_hashes:
@@ -163,8 +166,8 @@ class Sources:
     def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
         """Return hashes of the parts of module `stages.FORMULAS` (tables of activations' formulas) that a closure uses.
 
-        These parts are the rows `formulas`, if the closure evaluates formulas, and the other names that the closure
-        uses.
+        The parts are the names that the closure uses and, if a module of the closure evaluates formulas, the rows
+        `formulas`.
 
         Args:
             module: the module whose closure is hashed.

@@ -91,9 +91,13 @@ def _check_plain(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] | None) -> None:
-    """Raise BundleOutdated unless the manifest records the source hashes `sources`.
+    """Check that the manifest records the source hashes `sources`.
 
-    None: the hashes of the packages PACKAGES as they are installed now. Raises BundleDamaged if the names differ.
+    `sources` None: the hashes of the packages PACKAGES as they are installed now.
+
+    Raises:
+        BundleOutdated: a hash differs.
+        BundleDamaged: the manifest names other sources.
     """
     wanted = {package: toolchain.sources_hash(package) for package in PACKAGES} if sources is None else sources
     if manifest.sources.keys() != wanted.keys():
@@ -219,7 +223,7 @@ def checked(
     spec: Spec | None = None,
     pattern: re.Pattern[str] = LIBRARY,
 ) -> _Result:
-    """Return use(folder, manifest), with the checked manifest of the bundle in `folder`.
+    """Check the manifest of the bundle in `folder`, and return use(folder, manifest).
 
     If a build replaces the bundle during `use`, the new bundle is checked and used instead.
 

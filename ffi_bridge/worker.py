@@ -1,4 +1,4 @@
-"""The parent's end of a compile process: it starts the process, sends specs, and distinguishes its failures."""
+"""The parent's end of a compile process: start the process, send specs, receive artifacts, and tell failures apart."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class Worker:
         self.close(kill=kind is not None)
 
     def compile(self, spec: specs.Spec, directory: Path | None = None) -> KernelArtifact:
-        """Compile one spec into `directory`/<spec.name>.o and return the artifact. directory None: the worker's own.
+        """Compile one spec into `directory`/<spec.name>.o and return the artifact.
+
+        `directory` None: the worker's own folder.
 
         Raises:
             CompileError: the spec does not compile, or the process died; the message names the spec.
