@@ -104,10 +104,10 @@ It reads a variable of each constant's name, replaces None by the value that Non
 
 
 def packer(name: str) -> Callable[..., Numbers]:
-    """Return a function that takes an activation's constants (limit, ...) by keyword and returns the tuple of all
-    formulas' constants.
+    """Return a function that takes constants (limit, alpha, ...) by keyword and returns the tuple `Numbers`.
 
-    The function is called `name`, so that the TypeError of an unknown keyword shows this name.
+    The tuple holds the constants of all formulas; those that are not given have their defaults. The function is called
+    `name`, so that the TypeError of an unknown keyword shows this name.
     """
     parameters = ", ".join(f"{keyword}={number.default!r}" for keyword, number in NUMBERS.items())
     made: Any = eval(f"lambda *, {parameters}: {TEXT}", {"inf": math.inf})
@@ -184,9 +184,7 @@ TORCH = SimpleNamespace(
 
 
 def is_in_halves(activation: str, glu_layout: str) -> bool:
-    """Return True if the preactivation's columns, and so w1's rows, are the gate's half followed by the
-    up-projection's.
-    """
+    """Return True if the columns of h, and so w1's rows, are the gate's half followed by the up-projection's half."""
     return glu_layout == "concat" and activation in GATED
 
 
@@ -228,8 +226,9 @@ def activate(h: Tensor, activation: str, glu_layout: str, numbers: Numbers) -> T
 def activate_backward(
     dm: Tensor, h: Tensor, activation: str, glu_layout: str, numbers: Numbers
 ) -> tuple[Tensor, Tensor]:
-    """Return (gradient of h, activation of h) from dm [T, I], the gradient of the activation. Arguments: see
-    `activate`.
+    """Return (gradient of h, activation of h) from dm [T, I], the gradient of the activation's result.
+
+    Other arguments: see `activate`.
     """
     value, *slopes = FORMULAS[activation].with_slopes(TORCH, *_parts(h, activation, glu_layout), *numbers)
     first, *others = (dm * slope for slope in slopes)

@@ -1,9 +1,10 @@
 """The contract of batch invariance: for each operator, recipe and architecture, the verdict and the reason.
 
-Nothing is listed by hand. The operators are all that have kernels; recipes say which operands are multiplied; an
-architecture's choice of kernels says which tiles are used and in which order they add; an operator's definition says
-how a call's sums are cut into partial sums. docs/batch-invariance.md has the table that `table` makes; `python -m
-glulam.contract docs/batch-invariance.md` writes it there.
+Batch-invariant means: a row's bits depend neither on the other rows nor on the GPU's number of SMs. The verdicts are
+derived from the code; none is listed by hand. A recipe names the operands that are multiplied. The choice of kernels
+for an architecture names the tiles that serve an operator, and the order in which each tile adds. An operator's
+definition says how a call's sums are cut into partial sums. docs/batch-invariance.md has the table that `table` makes;
+`python -m glulam.contract docs/batch-invariance.md` writes it there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ COLUMNS = {"sm_90a": "sm_90a", "portable": "sm_90", "sm_100a": "sm_100a"}
 BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
 """Marks before and after the table in a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
-"""For an operator on which others are built: the names of all of them, as the table shows them in one row."""
+"""Text of the table's first column, by operator, if that row stands for several operators.
+
+Others show their own name.
+"""
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
     "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),
@@ -122,10 +126,9 @@ def tiled(op: str, recipe: str, column: str) -> Verdict:
 
 
 def _left_out(problem: Problem, arch: str) -> str:
-    """Return text that names the tiles which the switch excludes for a problem, and the largest number of rows an
-    expert at which they are used without the switch.
+    """Name the tiles that the switch `glulam.batch_invariant(True)` excludes for a problem; "" if it excludes none.
 
-    "": the switch excludes no tile.
+    The text also has the largest number of rows per expert at which these tiles are used without the switch.
     """
     order = invariance.order_of(problem, arch)
     orders = invariance.orders_by_tile(problem, arch)
@@ -147,9 +150,9 @@ def _leaves_order(problem: Problem, arch: str, rows: int) -> bool:
 
 @functools.cache
 def cuts() -> dict[str, str]:
-    """Return, by operator without tiles, text that says how its sums are cut into partial sums, forward and backward.
+    """Return, for each operator without tiles, text that says how its kernels cut sums into partial sums.
 
-    "": no sum is cut; a row's result depends on this row's values alone.
+    The text covers forward and backward. "": no sum is cut; a row's result depends on this row's values alone.
     """
     found: dict[str, list[str]] = {}
     for kind in front.OPERATORS:
@@ -160,8 +163,9 @@ def cuts() -> dict[str, str]:
 
 
 def verdicts() -> list[Verdict]:
-    """Return all verdicts: on operators with tiles by recipe and column, then on all others, which are equal in all
-    columns.
+    """Return all verdicts: first on operators with tiles, by recipe and column, then on all other operators.
+
+    The other operators have the same verdict in all columns.
     """
     found = [tiled(op, recipe, column) for op in TILED for recipe in RECIPES for column in COLUMNS]
     for op, cut in cuts().items():
@@ -170,8 +174,9 @@ def verdicts() -> list[Verdict]:
 
 
 def table() -> str:
-    """Return the table of verdicts and its numbered notes in Markdown. Operators with a recipe that no architecture has
-    are left out.
+    """Return the table of verdicts and its numbered notes in Markdown.
+
+    A row (an operator with a recipe) is left out if no architecture has kernels for it.
     """
     found = verdicts()
     by_row: dict[tuple[str, str], list[Verdict]] = {}

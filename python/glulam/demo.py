@@ -60,7 +60,8 @@ class Model(NamedTuple):
     Attributes:
         size: sizes on a GPU. shrunk: smaller sizes for a CPU.
         options: arguments of `nn.MoE`.
-        recipes: recipes with which the layer is shown, from the one of its checkpoint to "bf16".
+        recipes: recipes with which the layer is shown. The first is the recipe of the model's checkpoint, the last
+            "bf16".
     """
 
     size: Size
@@ -82,8 +83,10 @@ MODELS = {
     GPT_OSS: Model(Size(2880, 2880, 128, 4, 128), Size(192, 192, 128, 4, 128), AS_GPT_OSS, IN_MXFP4),
     "gpt-oss-20b": Model(Size(2880, 2880, 32, 4, 128), Size(192, 192, 32, 4, 128), AS_GPT_OSS, IN_MXFP4),
 }
-"""Known layers by model name. Those in MXFP4 have the number of tokens of a decoding step, whose time is spent on
-reading weights.
+"""Known layers by model name.
+
+Layers whose checkpoints are in MXFP4 have the number of tokens of a decoding step, whose time is spent on reading
+weights.
 """
 
 
@@ -100,8 +103,9 @@ class Error(NamedTuple):
 
 
 def make_input(size: Size, device: str) -> Tensor:
-    """Return tokens [tokens, hidden]: embeddings of token ids drawn by Zipf's law, normalised as before an
-    MoE layer.
+    """Return tokens [tokens, hidden]: embeddings of random token ids, normalised as before an MoE layer.
+
+    The ids are drawn by Zipf's law, so that some tokens occur often.
     """
     ids = (1 / torch.arange(1, VOCABULARY + 1, device=device)).multinomial(size.tokens, replacement=True)
     return F.rms_norm(torch.randn(VOCABULARY, size.hidden, device=device)[ids], (size.hidden,)).to(DTYPE)
@@ -165,8 +169,9 @@ def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_moe(layer: MoE, x: Tensor) -> Tensor:
-    """Compute the layer by torch's own operators: sort rows by expert, two grouped GEMMs, restore the order, scale and
-    add.
+    """Compute the layer by torch's own operators.
+
+    Sort rows by expert, run two grouped GEMMs, restore the order, scale and add.
     """
     weights, experts = choose(layer, x)
     ids, order = experts.flatten().sort(stable=True)
@@ -191,10 +196,11 @@ def exact_moe(layer: MoE, x: Tensor) -> Tensor:
 
 
 def contestants(layers: Sequence[MoE], x: Tensor) -> dict[str, Call]:
-    """Return the calls to compare, by name: the layer by Glulam for each entry of `layers`, and the last layer by
-    torch.
+    """Return the calls to compare, by name: Glulam's layer for each entry of `layers`, and torch's layer in bfloat16.
 
-    layers: the same layer with different recipes; the last one's is "bf16".
+    Args:
+        layers: the same layer with different recipes. The last one's recipe is "bf16"; torch computes this one, too.
+        x: tokens.
     """
     names = [f"glulam: nn.MoE, {layer.experts.recipe}" if len(layers) > 1 else "glulam: nn.MoE" for layer in layers]
     ours: dict[str, Call] = {name: partial(layer, x) for name, layer in zip(names, layers, strict=True)}
@@ -208,10 +214,9 @@ def error_of(got: Tensor, reference: Tensor) -> Error:
 
 
 def within_rule(ours: Error, torchs: Error) -> bool:
-    """Return True if each measure of our error is at most ALLOWED times torch's plus FLOOR, and this limit at most
-    MOST_TOLERANCE.
+    """Return True if our error is at most ALLOWED times torch's error plus FLOOR, in both measures.
 
-    A NaN fails. A larger limit would prove nothing.
+    A NaN fails. The limit must be at most MOST_TOLERANCE, since a larger limit would prove nothing.
     """
     tolerances = [ALLOWED * error + FLOOR for error in torchs]
     return all(o <= t <= MOST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
@@ -300,8 +305,9 @@ def problem_text(name: str, size: Size, sizes: list[int]) -> str:
 
 
 def kernels_text(layer: MoE, x: Tensor, routing: Routing, real: Size) -> str:
-    """Return text: which kernel computes the experts; without a GPU, also which kernel the real sizes would get on a
-    Hopper.
+    """Return text that names the kernel which computes the experts.
+
+    Without a GPU, the text also names the kernel that the layer's real sizes would get on a Hopper.
     """
     arguments: dict[str, Any] = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
     form = {name: layer.experts.call_options[name] for name in ("activation", "glu_layout", "recipe")}

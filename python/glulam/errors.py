@@ -5,9 +5,10 @@ from __future__ import annotations
 ARGUMENT_ERRORS = (
     ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError, BufferError,
 )  # fmt: skip
-"""Classes of errors that a bad argument causes in Python, in torch and in TVM-FFI. After one of these, the call's
-arguments are checked again, so that the error names the argument. Other errors propagate at once, for example the
-Exception that torch raises inside the call to end the recomputation of a checkpointed block.
+"""Classes of errors that a bad argument causes in Python, in torch and in TVM-FFI.
+
+After one of these, the call's arguments are checked again, so that the error names the argument. Other errors propagate
+at once, for example the Exception that torch raises inside the call to end the recomputation of a checkpointed block.
 """
 
 

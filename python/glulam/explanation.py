@@ -153,8 +153,9 @@ def _serves_in_one_order(problem: Problem, gpu: gpus.Gpu) -> bool:
 
 
 def of_problem(problem: Problem, device: str, gpu: gpus.Gpu) -> Explanation:
-    """Return the Explanation of a problem, a call's sizes and options, on a GPU. gpu without a name: tuned tables do
-    not apply.
+    """Return the Explanation of a problem (a call's sizes and options) on a GPU.
+
+    If `gpu` has no name, tuned tables are not used.
     """
     return _in_words(problem.op, choose(problem, gpu.arch, gpu.name), device, gpu)
 

@@ -1,11 +1,13 @@
-"""Registration of the operators as `torch.ops.glulam.*`, so that traces (torch.compile, torch.export, fake tensors) see
-each operator as one node.
+"""Registration of the operators as `torch.ops.glulam.*`.
 
-Eager calls do not use this registration. Schemas have no type "tensor or list", so weights, biases and their gradients
-are lists of tensors: a packed tensor is a list of one tensor, recognised by its rank, and a GateUp (gate and
-up-projection in two tensors) is a list of two. Schemas have no optional results either, so an operator is registered
-once for each set of results: operators named `_out` write a buffer and return only the results that are not in the
-buffer. Operators whose kernels take addresses (`addressed`) return a list of the requested results instead.
+With it, traces (torch.compile, torch.export, fake tensors) see each operator as one node. Eager calls do not use it.
+The registered schemas differ from the public functions in three points:
+- Schemas have no type "tensor or list". So weights, biases and their gradients are lists of tensors: a packed tensor is
+a
+  list of one tensor, recognised by its rank, and a GateUp (gate and up-projection in two tensors) is a list of two.
+- Schemas have no optional results. So an operator is registered once for each set of results. Operators named `_out`
+  write a buffer, and return only the results that are not in the buffer.
+- Operators whose kernels take addresses (`addressed`) return a list of the requested results instead.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ class TorchOp(NamedTuple):
     fixed: dict[str, Any]
 
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
-        """Return the Call for the torch operator's arguments: torch passes some by position, `values`,
-        others by name.
+        """Return the Call for the torch operator's arguments.
+
+        torch passes some arguments by position (`values`) and others by name (`named`).
         """
         given = {**dict(zip(self.names, values, strict=False)), **named}
         if "numbers" in given:
@@ -66,8 +69,9 @@ class TorchOp(NamedTuple):
 
 
 def _torch_ops(kind: type[Call]) -> dict[str, TorchOp]:
-    """Return the torch operators of a Call class by name: for each set of results, one without and one with an out
-    buffer.
+    """Return the torch operators of a Call class by name.
+
+    For each set of results there is one without and, if the class has outputs, one with an `out` buffer.
     """
     found = {}
     for variant, count, fixed in _variants(kind):
@@ -102,9 +106,7 @@ def _tensors(count: int | None) -> str:
 
 
 def _type(kind: type[Call], name: str) -> str:
-    """Return the schema type of an argument: the Call class's own type for it if there is one, else the type of its
-    role.
-    """
+    """Return the schema type of an argument: the Call class's own type for it, or else the type of its role."""
     if name in kind.gradients:
         return "Tensor(a!)[]"
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
@@ -145,7 +147,7 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
 
 
 def _returned(operator: TorchOp, pending: Call, results: Any) -> Any:
-    """Return a call's results without the buffers that the caller passed, in the form that the schema declares."""
+    """Return a call's results as the torch operator's schema declares them, without the caller's buffers."""
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)
@@ -156,7 +158,10 @@ def _returned(operator: TorchOp, pending: Call, results: Any) -> Any:
 
 
 def _as_data(value: Any) -> Any:
-    """Return tensors as plain Tensors. torch has dispatched subclasses already, and the call only reads memory."""
+    """Return tensors, or lists of them, as plain Tensors.
+
+    A tensor subclass needs no dispatch here: torch has dispatched it already, and the call only reads memory.
+    """
     if isinstance(value, list):
         return [_as_data(one) for one in value]
     return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) not in PLAIN_TENSORS else value
@@ -174,8 +179,9 @@ def _kernel(operator: TorchOp) -> Callable[..., Any]:
 
 
 def _autograd(name: str, operator: TorchOp) -> Callable[..., Any]:
-    """Return the function for torch's Autograd key: if a gradient is recorded, it runs the call's differentiable
-    version.
+    """Return the function for torch's Autograd key.
+
+    If a gradient is recorded, the function runs the call's differentiable version; otherwise the plain operator.
     """
 
     def run(*values: Any, **named: Any) -> Any:

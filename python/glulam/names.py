@@ -1,9 +1,9 @@
-"""Types of the names that public functions take as text: an editor completes them, and a type checker finds a misspelt
-one.
+"""Literal types of the names that public functions take as text.
 
-Type checkers read only names that are spelt out, so they are repeated here; `tests/test_types.py` compares each type
-with the code that declares the names. A name that is known only at run time, for example from a configuration file,
-needs a `typing.cast` to satisfy a type checker.
+With them an editor completes the names, and a type checker finds a misspelt one. Type checkers read only names that are
+spelt out, so they are repeated here; `tests/test_types.py` compares each type with the code that declares the names. A
+name that is known only at run time, for example from a configuration file, needs a `typing.cast` to satisfy a type
+checker.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Recipe:
         name: the text that `recipe=` takes.
         operands, fc2_operands: kinds of operands of FC1's and FC2's GEMM, keys of `cute_kernels.specs.OPERANDS`.
         x, activation, weights: the format in which each is multiplied; None: 16-bit, unchanged. x is quantised at each
-            call, unless it is passed quantised; the activation is quantised by the kernel that computes it, from
-            float32; weights are quantised once, and again after each change (`formats.prepared`).
+            call, unless it is passed quantised. The activation is quantised by the kernel that computes it, from
+            float32. Weights are quantised once, and again after each change (`formats.prepared`).
         gradient_weights: the format of weights for data gradients; None: the format that forward reads.
         wgrad_operands: kind of operands of the weight gradients' GEMM, a key like `operands`.
         wgrad: the format of incoming gradients and activations in that GEMM, quantised at each call; None: 16-bit,
@@ -141,9 +141,7 @@ _VARYING = {name for arch in ARCHS.values() for name in arch.recipes}
 
 
 def on_device(recipe: Recipe, x: Any) -> Recipe:
-    """Return the recipe that x's GPU uses when `recipe` is requested (`Architecture.recipes`); on the CPU `recipe`
-    itself.
-    """
+    """Return the recipe that x's GPU uses when `recipe` is requested (`Architecture.recipes`); on the CPU, `recipe`."""
     if recipe.name not in _VARYING:
         return recipe
     arch = _architecture(x if isinstance(x, Tensor) else getattr(x, "data", None))

@@ -67,8 +67,9 @@ def grouped_glu(
     x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: Activation,
     out: Tensor, preact: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
-    """Write out [T, I] = activation(x w1_e^T + bias_e) * row_scale, and its preactivation to preact [T, 2I or I] unless
-    None.
+    """Write out [T, I] = activation(h) * row_scale with h = x w1_e^T + bias_e.
+
+    preact [T, 2I or I] gets the preactivation h. None: h is not written.
     """
     for expert, rows in groups_of(ends):
         h = _linear(wide(x[rows]), w1, bias, expert, None, transpose_w)
@@ -100,10 +101,13 @@ def grouped_dglu(
     dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: Activation,
     dpreact: Tensor, out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
-    """Write the gradients between FC2 and FC1: dpreact [T, 2I or I], the gradient of preact, and d_row_scale [T] unless
-    None.
+    """Write the gradients between FC2 and FC1: dpreact [T, 2I or I], the gradient of preact, and d_row_scale [T].
 
-    Also writes the activation times row_scale to out [T, I]. dy: the gradient of FC2's result.
+    Also writes the activation times row_scale to out [T, I].
+
+    Args:
+        dy: [T, H], the gradient of FC2's result.
+        d_row_scale: None: it is not wanted.
     """
     for expert, rows in groups_of(ends):
         dm = _linear(wide(dy[rows]), w2, None, expert, None, not transpose_w)

@@ -20,7 +20,7 @@ from .rows import combine, permute
 
 
 class AdaptedMoeCall(OfTokens, AdaptedMlpCall):
-    """A call of `adapted_moe`: of `moe` in 16 bits with low-rank adapters on the experts."""
+    """A call of `adapted_moe`, that is of `moe` in 16 bits with low-rank adapters on the experts."""
 
     torch_op = "adapted_moe"
     labels = {**OfTokens.labels, **AdaptedMlpCall.labels}
@@ -35,12 +35,12 @@ def adapted_moe(
     activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, world_experts: int,
     out: Any,
 ) -> Any:  # fmt: skip
-    """Compute `moe` with low-rank adapters; a Routing and an ExpertLora are passed as their single tensors."""
+    """Compute `moe` with low-rank adapters. The tensors of the Routing and of the ExpertLora are separate arguments."""
     raise NotImplementedError  # `front` writes the body
 
 
 def moe_with_lora(call: Any, routing: Routing, lora: ExpertLora) -> Tensor:
-    """Compute `moe` with adapters as separate operators if no kernel does it in one call: permute, the MLPs, combine.
+    """Compute `moe` with adapters as separate operators (permute, the MLPs, combine), if no kernel does it in one call.
 
     Args:
         call: the call of `moe` without adapters.

@@ -81,8 +81,10 @@ def check_matrix(
 
 
 def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
-    """Raise ValueError or TypeError if `Routing.row_of` is not int32 [N, K], contiguous, on the device of `like` (None:
-    any).
+    """Check that `Routing.row_of` is int32 [N, K], contiguous, on the device of `like` (None: any device).
+
+    Raises:
+        ValueError, TypeError: row_of is not such a tensor.
     """
     _, k = check_matrix(op, name, row_of, "N, K", like, (torch.int32,))
     if k == 0:
@@ -93,7 +95,7 @@ def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
 def experts_of_world(op: str, num_experts: Any, expert_map: Any, given: Any) -> Any:
     """Return the number of experts that ids choose among; see world_experts of `Routing.from_topk`.
 
-    given: the caller's world_experts; None: derived from expert_map or num_experts.
+    given: the caller's world_experts. None: the number is derived from expert_map or num_experts.
 
     Raises:
         ValueError, TypeError: the caller's number is invalid, or smaller than num_experts.
@@ -108,8 +110,10 @@ def experts_of_world(op: str, num_experts: Any, expert_map: Any, given: Any) -> 
 
 
 def check_world(op: str, name: str, world_experts: Any, num_experts: int) -> None:
-    """Raise ValueError or TypeError unless world_experts is an integer of at least `num_experts`, the experts on this
-    rank.
+    """Check that world_experts is an integer of at least `num_experts`, the experts on this rank.
+
+    Raises:
+        ValueError, TypeError: it is not.
     """
     _number(op, name, world_experts, num_experts, MAX_ROWS, f"{num_experts} experts are here")
 
@@ -132,8 +136,10 @@ def check_choices(op: str, ids: Any, weights: Any, expert_map: Any, num_experts:
 
 
 def _check_map(op: str, expert_map: Any, ids: Tensor) -> None:
-    """Raise ValueError or TypeError if expert_map is not int32 [experts of all ranks], contiguous, on the device of
-    ids.
+    """Check that expert_map is int32 [experts of all ranks], contiguous, on the device of ids.
+
+    Raises:
+        ValueError, TypeError: expert_map is not such a tensor.
     """
     what = "[experts of all ranks]"
     tensor = check_tensor(op, "expert_map", expert_map, f"a tensor {what}", ids, dtypes=(torch.int32,))

@@ -63,12 +63,11 @@ def moe_of_choices(
     activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", recipe: RecipeName | Recipe = "bf16",
     transpose_w: bool = False, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
-    """Return `moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)`, bit for bit, in one call if
-    possible.
+    """Compute `moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)` in one call if possible.
 
-    It is one call on a GPU, if no gradient is recorded, for at most 2048 choices (MOST_SORTED, which one CTA sorts) of
-    at most 256 experts (SORTED_EXPERTS); the routing then lies in memory that the calling thread reuses. Otherwise it
-    is the two calls.
+    The result is the same bit for bit. One call is possible on a GPU, if no gradient is recorded, for at most 2048
+    choices (MOST_SORTED, which one CTA sorts) of at most 256 experts (SORTED_EXPERTS). The routing then lies in memory
+    that the calling thread reuses. Otherwise the two calls are made.
 
     Args:
         x: tokens [N, H]; see `moe`.
@@ -87,8 +86,11 @@ def moe_of_choices(
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
     """Return True if one call can sort the choices and compute the layer.
 
-    This needs a GPU, few choices and experts (`moe_of_choices` has the numbers), and no gradient. others: further
-    tensors that may require a gradient.
+    This needs a GPU, few choices and experts (`moe_of_choices` has the numbers), and that no gradient is recorded.
+
+    Args:
+        x, ids, weights, num_experts: see `moe_of_choices`.
+        others: further tensors that may require a gradient.
     """
     return (
         isinstance(x, (Tensor, MXFP8Tensor))
@@ -110,9 +112,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a call: rows of the experts, the routing's offs, and each row's token, weight and
-    choice.
-    """
+    """Return the scratch memory of a call: the experts' rows, offs, and each row's token, weight and choice."""
     of_rows = dict.fromkeys(("rows", "scale", "row_of"), 4 * problem.rows)
     return {"y": ((problem.rows, problem.out_features), call.result_dtype), "groups": 4 * problem.experts, **of_rows}
 
@@ -120,7 +120,7 @@ def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
 def of_choices(layer: Definition) -> Definition:
     """Return the definition of a call of `moe_of_choices`, which sorts the choices itself.
 
-    layer: the definition of the call of `moe` that gets the tensors of a Routing instead.
+    layer: the definition of the call of `moe` that takes the tensors of a Routing instead.
     """
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
@@ -136,7 +136,7 @@ def of_choices(layer: Definition) -> Definition:
 
 
 class OfChoices(OfTokens):
-    """Base of calls of `moe_of_choices`: like calls of `moe`, but they make the routing themselves, from choices."""
+    """Base of calls of `moe_of_choices`: calls of `moe` that make the routing themselves, from ids and weights."""
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
@@ -197,8 +197,8 @@ def layer_of_choices(
     w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
     transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """Return the result of `moe_of_choices` [N, H'], by one call that sorts the choices and computes the layer.
+    """Compute the result of `moe_of_choices`, [N, H'], by one call that sorts the choices and computes the layer.
 
-    id_weights: `weights` of `moe_of_choices`, which describes the other arguments, too.
+    id_weights is the argument `weights` of `moe_of_choices`, which also describes the other arguments.
     """
     raise NotImplementedError  # `front` writes the body

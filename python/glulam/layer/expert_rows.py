@@ -1,4 +1,4 @@
-"""Results of a layer's experts, one row for each choice of a token: multiplied by the choice's weight, not yet summed.
+"""Results of a layer's experts, one row for each choice of a token, times the choice's weight and not yet summed.
 
 `moe` is the sum of these rows over each token's choices.
 """
@@ -35,7 +35,7 @@ OP = "moe"
 
 
 class OfWorld(Call):
-    """Base of calls with a layer's rows: kernels are chosen for the number of rows expected on this rank.
+    """Base of calls with a layer's rows. Their kernels are chosen for the number of rows expected on this rank.
 
     `world_experts`: number of experts on all ranks, see `Routing`; 0: all choices are expected on this rank.
     """

@@ -20,20 +20,26 @@ from .checks import LOGITS_DTYPES, check_matrix
 from .routing import RouteCall, Routing, capacity_of
 
 MOST_ROUTED = 16
-"""Most tokens for which `route_few` computes the logits, too. Times on an H200 by `route_few`, and by torch's GEMM with
-`route`: gpt-oss-120b (128 experts, H 2880, float32 logits of 16-bit parameters), 1 token: 5.6 and 13.8 us; 16 tokens:
-7.0 and 20.3 us. DeepSeek-V3 (256 experts, H 7168, 16 bits), 1 token: 9.1 and 11.3 us; 16 tokens: 12.2 and 12.7 us; 24
-tokens: 16.3 and 13.7 us.
+"""Most tokens for which `route_few` computes the logits, too. For more tokens, torch's GEMM with `route` is faster.
+
+Times on an H200 by `route_few`, and by torch's GEMM with `route`: gpt-oss-120b (128 experts, H 2880, float32 logits of
+16-bit parameters), 1 token: 5.6 and 13.8 us; 16 tokens: 7.0 and 20.3 us. DeepSeek-V3 (256 experts, H 7168, 16 bits), 1
+token: 9.1 and 11.3 us; 16 tokens: 12.2 and 12.7 us; 24 tokens: 16.3 and 13.7 us.
 """
 
 
 def routes_few(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype, most: int = MOST_ROUTED
 ) -> bool:
-    """Return True if `route_few` can route tokens x [N, H], N at most `most`, with these parameters and logits in
-    `dtype`.
+    """Return True if `route_few` can route these tokens by a router with these parameters, and no gradient is recorded.
 
-    Exported programs take any number of tokens, so they never use it.
+    Exported programs take any number of tokens, so they never use `route_few`.
+
+    Args:
+        x: tokens [N, H].
+        weight, weight_bias: the router's parameters.
+        dtype: dtype of the logits.
+        most: the largest N.
     """
     return (
         runs_kernels(x)
@@ -82,7 +88,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 class RouterCall(RouteCall):
-    """A call of `route_few`: a RouteCall that computes the logits itself, from tokens and a router's parameters.
+    """A call of `route_few`: a RouteCall whose kernel first computes the logits from tokens and a router's parameters.
 
     The logits are its first result.
     """
@@ -129,6 +135,6 @@ def router_tokens(
 ) -> Any:  # fmt: skip
     """Route as `route_few` does; return (logits, ids, weights, offs, token_of_row, row_of, weight_of_row).
 
-    Except for the logits [N, E], these are attributes of a `Routing`. in_float32: logits are float32; False: they have
-    x's dtype. For the other arguments see `route_few`.
+    These are attributes of a `Routing`; the logits are [N, E]. in_float32: logits are float32; False: they have x's
+    dtype. For the other arguments see `route_few`.
     """

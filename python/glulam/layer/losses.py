@@ -19,13 +19,15 @@ def load_balancing_loss(routing: Routing) -> Tensor:
 
     f_e is the fraction of all choices that choose expert e (the f_e sum up to 1). P_e is the mean over tokens of e's
     probability: the softmax over all logits, or the sigmoid divided by the token's sum of sigmoids. So the loss is 1 if
-    f or P is uniform, for any k. Source: Switch Transformer (arXiv:2101.03961, equations 4 to 6) without its alpha;
-    with a sigmoid, DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) over all tokens of the routing. Implementations
-    in which f_e counts choices per token, as in transformers, give a loss k times as large. Padding does not count.
+    f or P is uniform, for any k. Implementations in which f_e counts choices per token, as in transformers, give a loss
+    k times as large. Padding does not count.
+
+    Source: Switch Transformer (arXiv:2101.03961, equations 4 to 6) without its alpha; with a sigmoid, DeepSeek-V3
+    (arXiv:2412.19437, equations 17 to 20) over all tokens of the routing.
 
     Args:
-        routing: a Routing from `route`. For several sequences this is their common loss; route each sequence by itself
-            for a loss per sequence.
+        routing: a Routing from `route`. If it has the tokens of several sequences, the loss is over all of them; route
+            each sequence by itself for a loss per sequence.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if there is no token.
@@ -50,7 +52,11 @@ def load_balancing_loss(routing: Routing) -> Tensor:
 
 
 def _check(routing: Routing) -> None:
-    """Raise ValueError or TypeError if tensors of a routing that was changed by hand do not fit each other."""
+    """Check that a routing's tensors fit each other; a caller may have changed them by hand.
+
+    Raises:
+        ValueError, TypeError: they do not.
+    """
     op, logits = "load_balancing_loss", routing.logits
     tokens, experts = check_matrix(op, "routing.logits", logits, "N, E")
     for name, count, letters in (("ids", tokens, "N, K"), ("offs", experts, "E")):

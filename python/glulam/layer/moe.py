@@ -1,4 +1,4 @@
-"""moe: the whole layer after the router, from tokens to tokens."""
+"""moe: the whole layer after the router; it takes tokens and returns tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Spread(Protocol):
-    """The methods of a `glulam.distributed.ExpertParallel` that `moe` calls; that class imports this module."""
+    """The methods of a `glulam.distributed.ExpertParallel` that `moe` calls.
+
+    A protocol, because the module of ExpertParallel imports this module.
+    """
 
     dtype: torch.dtype
 
@@ -102,12 +105,15 @@ def moe(
     """Return out[n] = residual[n] + the sum over token n's choices of weight * MLP of the chosen expert (x[n]).
     Differentiable.
 
-    Forward is one call, whose GEMMs read tokens by index; a recipe that quantises tokens quantises each token once;
-    recipes that decode weights copy rows within the call. If gradients are recorded, every GEMM of forward and backward
-    reads by index, with one exception: if I is at least `of_tokens.COPIED_WIDTH` and a copy of the rows has at most
-    `of_tokens.COPIED_BYTES`, then backward, and with recipe "bf16" also forward, reads copied rows. x is saved for
-    backward, and never its rows. The sum is computed in float32, in the order of the choices, and rounded once. Tokens
-    without a row get the residual, or 0.
+    The sum is computed in float32, in the order of the choices, and rounded once. Tokens without a row get the
+    residual, or 0.
+
+    Forward is one call, whose GEMMs read tokens by index. A recipe that quantises tokens quantises each token once.
+    Recipes that decode weights copy rows within the call.
+
+    If gradients are recorded, the GEMMs of forward and backward read by index, too, with one exception. If I is at
+    least `of_tokens.COPIED_WIDTH` and a copy of the rows has at most `of_tokens.COPIED_BYTES`, then backward, and with
+    recipe "bf16" also forward, reads copied rows. x is saved for backward, and never its rows.
 
     Args:
         x: tokens [N, H], or an MXFP8Tensor; see `grouped_mlp`. With `parallel` all ranks give 16-bit tokens, or all
@@ -158,7 +164,7 @@ def _over_ranks(
 
 
 def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | QuantizedMoeCall:
-    """Return a Call of `moe` that is not run yet, for callers that send its gradients elsewhere than to autograd.
+    """Return a Call of `moe` that is not run yet. Callers use it if they do not send its gradients to autograd.
 
     options: arguments of `moe`, without `out`.
     """

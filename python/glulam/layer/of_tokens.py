@@ -18,10 +18,11 @@ from .expert_rows import OP, OfWorld
 from .rows import check_routed, combine_rows, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
-"""Limits for copying rows when gradients are recorded: GEMMs read copied rows if the copy has at most COPIED_BYTES and
-I is at least COPIED_WIDTH; else they read rows by index. A GEMM that reads by index takes 3 to 9 % longer; a copy takes
-5 us for 10 MB, for any I. Forward + backward of 8192 rows of Mixtral-8x7B (I 14336) are 3 % faster on copies; of 32768
-rows of Qwen3-30B (I 768), 4 % faster by index.
+"""Limits for copying rows when gradients are recorded.
+
+GEMMs read copied rows if the copy has at most COPIED_BYTES and I is at least COPIED_WIDTH; else they read rows by
+index. A GEMM that reads by index takes 3 to 9 % longer; a copy takes 5 us for 10 MB, for any I. Forward + backward of
+8192 rows of Mixtral-8x7B (I 14336) are 3 % faster on copies; of 32768 rows of Qwen3-30B (I 768), 4 % faster by index.
 """
 
 
@@ -88,7 +89,7 @@ def _look(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
 
 
 class OfTokens(OfWorld):
-    """Base of calls of `moe`: a grouped_mlp call on the layer's rows, plus arguments and checks of tokens.
+    """Base of calls of `moe`: a grouped_mlp call on the layer's rows, plus the arguments and checks of tokens.
 
     In the grouped_mlp call, `rows` holds the token of each row, and `row_scale` the weight of each row.
     """
@@ -103,7 +104,7 @@ class OfTokens(OfWorld):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """Return the call's arguments, made from the arguments of `moe`.
+        """Convert the arguments of `moe` to the call's arguments.
 
         routing is a Routing, or for `explain` the shape of its choices, (N, K[, world_experts]).
         """

@@ -95,8 +95,7 @@ def route_backward(
 
 
 def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
-    """Return the local number of each choice's expert, int64; a number outside of 0 .. E - 1 means that it is not
-    local.
+    """Return the local number of each choice's expert, int64. A number outside of 0 .. E - 1 means: not on this rank.
 
     expert_map, first: see `Routing.from_topk`.
     """
@@ -144,9 +143,7 @@ def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> tuple[Tensor]:
 
 
 def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
-    """Return tokens x [N, H] copied to their rows, as [N, K, H]; viewed as [N K, H], it holds the rows in
-    their order.
-    """
+    """Copy tokens x [N, H] to their rows; return [N, K, H], which viewed as [N K, H] holds the rows in their order."""
     rows = x.new_zeros(row_of.numel() + 1, x.shape[1])
     places, is_none = _rows_there(row_of, row_of.numel())
     rows[places.masked_fill(is_none, row_of.numel())] = x.unsqueeze(1)

@@ -31,9 +31,10 @@ from .checks import (
 )
 
 MOST_SORTED, MOST_CHOOSING = 2048, 64
-"""MOST_SORTED: choices that one CTA sorts. MOST_CHOOSING: tokens for which one CTA also chooses the experts. Up to
-these numbers one launch of a single CTA is faster than two launches that use more SMs. On an H200, 8 of 128 experts a
-token: 64 tokens take 8.8 us in one launch; 128 tokens 15.0 us in one launch and 9.7 us in two.
+"""Limits up to which one launch of a single CTA is faster than two launches that use more SMs.
+
+MOST_SORTED: choices that one CTA sorts. MOST_CHOOSING: tokens for which one CTA also chooses the experts. On an H200, 8
+of 128 experts a token: 64 tokens take 8.8 us in one launch; 128 tokens 15.0 us in one launch and 9.7 us in two.
 """
 
 
@@ -42,8 +43,8 @@ class Routing:
     """N tokens' choices of K experts each, and the row of each choice in the input of the experts' grouped GEMMs.
 
     Rows of an expert are adjacent, in the order of tokens; experts follow each other in their order. There is room for
-    T = N K rows. A choice has no row if its expert is not here: id -1, an id outside `first` .. `first` + `num_experts`
-    - 1, or an id without an entry in `expert_map`.
+    T = N K rows. A choice has a row only if its expert is here, on this rank. It has none with id -1, with an id
+    outside `first` .. `first` + `num_experts` - 1, or with an id without an entry in `expert_map`.
 
     Attributes:
         offs: int32 [num_experts], the end of each expert's rows; rows from offs[-1] on are never read.
@@ -162,7 +163,7 @@ def capacity_of(experts: int) -> int:
 
 
 def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int, int]:
-    """Return (tokens for each CTA, int32 elements of the workspace in which CTAs pass counts to each other).
+    """Return (tokens for each CTA, int32 elements of the workspace in which CTAs exchange counts).
 
     is_one: one CTA handles all tokens, and needs no workspace.
     """
@@ -175,7 +176,8 @@ def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int
 class LayerCall(AddressedCall):
     """Base of calls of a layer's kernels other than the experts' GEMMs, such as route, permute and combine.
 
-    The first dimension of the leading tensor is the token. `trailing`: the number of its other dimensions.
+    The first dimension of the leading tensor (the argument `leads` names) counts tokens. `trailing` is the number of
+    its other dimensions.
     """
 
     family = "layer"
@@ -184,7 +186,7 @@ class LayerCall(AddressedCall):
     def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
         """Return (problem, old plan) of a checked call with another number of tokens; see `Call.find_resizable`.
 
-        None also if the leading tensor has a wrong number of dimensions; checks refuse it later.
+        None: there is no such call, or the leading tensor has a wrong number of dimensions, which later checks refuse.
         """
         return super().find_resizable(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
@@ -217,7 +219,8 @@ def _sizes_of_sort(call: Any) -> dict[str, int]:
 class _Choosing(LayerCall):
     """Base of the calls of route's forward and backward, whose leading argument is the logits [N, E].
 
-    It has the numbers of tokens and experts, the logits' dtype, and the kernel constants of the routing rule.
+    The class provides the numbers of tokens and experts, the logits' dtype, and the kernel constants of the routing
+    rule.
     """
 
     op = "route"
@@ -378,7 +381,7 @@ def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> Any:
 
 
 def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor) -> Tensor | None:
-    """Return the gradient of a Routing's weights [N, K], from both results that depend on them; None: there is none.
+    """Return the gradient of a Routing's weights [N, K], the sum over both results that use them; None: no gradient.
 
     Args:
         d_weights: gradient of the result `weights` [N, K]; None: the result was not used.

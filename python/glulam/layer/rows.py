@@ -1,4 +1,7 @@
-"""permute, from tokens to rows of experts, and combine, from rows back to tokens. Each is the backward of the other."""
+"""permute (from tokens to rows of experts) and combine (from rows back to tokens).
+
+Each is the backward of the other.
+"""
 
 from __future__ import annotations
 

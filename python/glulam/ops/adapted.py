@@ -1,9 +1,9 @@
-"""GEMMs with LoRA adapters: the operators that a step with LoRA uses; they are not part of the public interface.
+"""Grouped GEMMs with LoRA adapters: the operators of which a step with LoRA consists. They are not public.
 
-Each is an operator of `glulam` whose kernel also contracts `low` [T, r] with `low_w` in the same accumulators: it adds
-low @ low_w_e^T before the rest of the epilogue, and rounds once. r is the rank of the LoRA adapters. `low` is x (in
-backward a gradient) times one of an adapter's two matrices and the adapters' scale; `low_w` is the other matrix of each
-expert. `low_w` is laid out like the weight: [E, N, r]; if the kernel contracts over the weight's rows, [E, r, N].
+Each is an operator of `glulam` whose kernel adds a second product, low @ low_w_e^T, to the GEMM's accumulators before
+the rest of the epilogue. So both products are rounded once. `low` is [T, r], with r the rank of the adapters: x (in
+backward a gradient) times one of an adapter's two matrices and the adapters' scale. `low_w` is the other matrix of each
+expert, laid out like the weight: [E, N, r]; if the kernel contracts over the weight's rows, [E, r, N].
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class Adapted(Call):
-    """Base of calls of grouped GEMMs with LoRA adapters of rank r: `low` [T, r] times the expert's matrix in `low_w` is
-    added to the GEMM's result.
+    """Base of calls of grouped GEMMs with LoRA adapters, whose product low @ low_w_e^T is added to the GEMM's result.
+
+    `low` is [T, r], with r the adapters' rank.
 
     Attributes:
         weight: name of the weight's argument; low_w is laid out like this weight.
@@ -78,7 +79,7 @@ class Adapted(Call):
     def reference(self, problem: Problem) -> Any:
         """Compute one GEMM of [x, low] with [weight, low_w], each pair joined along the contraction.
 
-        So the sum of both products is rounded once, as in kernels.
+        So the sum of both products is rounded only once, as in the kernels.
         """
         lead = take_rows(self.lead, self.rows)
         w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1
@@ -157,10 +158,10 @@ def adapted_glu(
     rows: Tensor | None = None, bias: Any = None, row_scale: Tensor | None = None, activation: str = "swiglu",
     glu_layout: str = "concat", transpose_w: bool = False, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """Compute grouped_glu with return_preact and LoRA adapters: add low @ low_w_e^T (with transpose_w: low @ low_w_e)
-    to the preactivation h [T, W], where W is 2I or I.
+    """Compute grouped_glu with LoRA adapters; also return the preactivation h [T, W], where W is 2I or I.
 
-    low is [T, r]; low_w is [E, W, r], with transpose_w [E, r, W]. For the other arguments, see `grouped_glu`.
+    low @ low_w_e^T (with transpose_w: low @ low_w_e) is added to h. low is [T, r]; low_w is [E, W, r], with transpose_w
+    [E, r, W]. For the other arguments, see `grouped_glu`.
     """
     raise NotImplementedError  # `front` writes the body
 
@@ -172,9 +173,9 @@ def adapted_dglu(
     glu_layout: str = "concat", row_scale_grad: bool = True, transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:  # fmt: skip
-    """Compute grouped_dglu with LoRA adapters: add low @ low_w_e (with transpose_w: low @ low_w_e^T) to dm [T, I], the
-    gradient of the activation's result.
+    """Compute grouped_dglu with LoRA adapters: add low @ low_w_e (with transpose_w: low @ low_w_e^T) to dm [T, I].
 
-    low is [T, r]; low_w is [E, r, I], with transpose_w [E, I, r]. For the other arguments, see `grouped_dglu`.
+    dm is the gradient of the activation's result. low is [T, r]; low_w is [E, r, I], with transpose_w [E, I, r]. For
+    the other arguments, see `grouped_dglu`.
     """
     raise NotImplementedError  # `front` writes the body

@@ -20,7 +20,7 @@ _packed = packer("gate")
 
 
 def width_of(columns: int, activation: str) -> int:
-    """Return the number of an activation's columns: `columns`, the preactivation's, or half of them with a gate."""
+    """Return the activation's width I for a preactivation of `columns` columns: half of them if gated, else all."""
     return columns // 2 if is_gated(activation) else columns
 
 
@@ -94,7 +94,7 @@ class GateBackwardCall(_OfRows):
 def gate_rows(
     preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers
 ) -> Any:  # fmt: skip
-    """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless None: [T, I].
+    """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless that is None. Returns [T, I].
 
     activation, glu_layout, numbers: the activation, see `grouped_glu`; numbers are packed in a tuple.
     """

@@ -1,8 +1,8 @@
 """grouped_bias_grad: the sum of dy over each expert's rows, computed by the kernel of the weight gradient.
 
-In torch, segment sums through index_add are not deterministic, a one-hot matmul reads the rows after the last group (0
-* NaN) and costs E times the FLOP, and differences of a cumulative sum cancel. A weight gradient against a matrix of
-ones is exact in float32, deterministic, limited to the groups' rows, and reads dy once.
+A weight gradient against a matrix of ones is exact in float32, deterministic, limited to the groups' rows, and reads dy
+once. The alternatives in torch are worse: segment sums through index_add are not deterministic; a one-hot matmul reads
+the rows after the last group (0 * NaN) and costs E times the FLOP; differences of a cumulative sum cancel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def grouped_bias_grad(
 ) -> Tensor:
     """Compute the gradient of the bias in y = ... + s b_e: for each expert, the sum of s dy over its rows.
 
-    Rows after the last group reach no result. The sums are in float32, deterministic, and rounded once.
+    Rows after the last group do not affect any result. The sums are in float32, deterministic, and rounded once.
 
     Args:
         dy: [T, N], bfloat16 or float16; on the CPU also float32 or float64. N is a multiple of 8 on a GPU.

@@ -1,4 +1,4 @@
-"""grouped_dglu: the data gradients of an MLP's FC2 and activation in one call: a GEMM with w2, and act'(h) after it."""
+"""grouped_dglu: the data gradients of an MLP's FC2 and activation in one call: dy times w2, then times act'(h)."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ D_ROW_SCALE = ResultTensor("d_row_scale", "d_scale", ("num_rows",), like="row_sc
 
 
 def partial_sums(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch for partial sums of d_row_scale, one for each row and tile.
+    """Return the scratch memory of a launch for partial sums of d_row_scale: one for each row and tile.
 
-    It suffices for the narrowest tiles.
+    It is sized for the narrowest tiles.
     """
     shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
     return {"partials": (shape, torch.float32)} if call.makes_result(D_ROW_SCALE) and problem.rows else {}
@@ -112,16 +112,17 @@ def grouped_dglu(
     """Compute the gradients of h and row_scale for y = m w2_e^T with m = activation(h) row_scale[row].
 
     h is preact. With dm = dy w2_e: dpreact = dm * row_scale * activation'(h), and d_row_scale is the sum of
-    dm * activation(h) over the columns. m is computed again and returned, too. Rows after the last group reach no
-    result, and are not written.
+    dm * activation(h) over the columns. m is computed again and returned, too. Rows after the last group do not affect
+    any result, and are not written.
 
     Args:
-        dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
-            length; on a GPU it is a multiple of 8 elements.
+        dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The row stride may exceed H; on
+            a GPU it is a multiple of 8 elements.
         w2: [E, H, I], or a list of E tensors; contiguous, dy's dtype. H, I and 2I are multiples of 8 on a GPU.
         preact: [T, 2I] for an activation with a gate, else [T, I], as `grouped_glu` returns it; dy's dtype.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
-        splits: row counts: int32 or int64 [E] on dy's device, or a CPU tensor or a list, which is checked and copied.
+        splits: each group's number of rows: int32 or int64 [E] on dy's device; or a CPU tensor or a list, which is
+            checked and copied to the device.
         rows: int32 [T] on dy's device: row t is dy[rows[t]], dy is [N, H], and no copy of the rows is made. An index
             out of range is clamped. None: rows of dy lie in order.
         row_scale: float32 [T], as in the forward. None: 1.

@@ -100,38 +100,39 @@ def grouped_glu(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert of the row's group.
 
-    Rows are sorted by expert. Rows after the last group reach no result, and are not written. Differentiable once in x,
-    w1, bias and row_scale; gradients of rows after the last group are zero.
+    Rows are sorted by expert. Rows after the last group do not affect any result, and are not written. Differentiable
+    once in x, w1, bias and row_scale; gradients of rows after the last group are zero.
 
     Args:
-        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
-            length; on a GPU it is a multiple of 8 elements.
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The row stride may exceed H; on
+            a GPU it is a multiple of 8 elements.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
-            H, I and 2I are multiples of 8 on a GPU. Also a GateUp: two tensors [E, I, H] in place of one with
-            glu_layout "concat".
+            H, I and 2I are multiples of 8 on a GPU. A GateUp is accepted, too: its two tensors [E, I, H] stand for one
+            with glu_layout "concat".
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
-        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        splits: each group's number of rows: int32 or int64 [E] on x's device; or a CPU tensor or a list, which is
+            checked and copied to the device.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H], and no copy of the rows is made. An index out
             of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
         bias: [E, 2I or I] or a list of E tensors, x's dtype, laid out as w1's rows. None: no bias.
         row_scale: float32 [T], a factor for the activation of each row. None: 1.
-        activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu", "situ" (SwiGLU with caps);
-            without "srelu" (squared relu), "silu", "gelu" (erf form), "none".
+        activation: with a gate: "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu", "situ" (SwiGLU with caps).
+            Without a gate: "srelu" (squared relu), "silu", "gelu" (erf form), "none".
         glu_layout: order of the gate half a (which is activated) and the linear half u along the rows of w1: "concat"
             (a, then u), "interleaved" (a0 u0 a1 u1 ...) or "interleaved32" (32 of a, 32 of u, repeating; I a multiple
             of 32).
-        limit, alpha, offset: numbers of clamped_swiglu: with a' = min(a, limit) it is
-            a' sigmoid(alpha a') (clamp(u, -limit, limit) + offset).
-        gate_cap, up_cap: numbers of situ: with a' = gate_cap tanh(a / gate_cap) and u' = up_cap tanh(u / up_cap), or
-            u' = u if up_cap is None, it is a' sigmoid(a) u'.
+        limit, alpha, offset: constants of clamped_swiglu: a' sigmoid(alpha a') (clamp(u, -limit, limit) + offset) with
+            a' = min(a, limit).
+        gate_cap, up_cap: constants of situ: a' sigmoid(a) u' with a' = gate_cap tanh(a / gate_cap) and
+            u' = up_cap tanh(u / up_cap). up_cap None: u' = u.
         return_preact: return h as well.
         transpose_w: compute h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and glu_layout is the order of its
             columns. w1 is not copied.
-        out: buffer for the activation, [T, I]; the distance of rows may exceed I. None: a new tensor, uninitialised
+        out: buffer for the activation, [T, I]; its row stride may exceed I. None: a new tensor, uninitialised
             after the last group.
 
     Returns:
-        act [T, I] in x's dtype; with return_preact (act, preact [T, 2I or I]), laid out as w1's rows.
+        act [T, I] in x's dtype. With return_preact (act, preact): preact is h [T, 2I or I], laid out as w1's rows.
 
     Raises:
         ValueError, TypeError: an argument does not fit; nothing was launched.

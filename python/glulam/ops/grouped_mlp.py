@@ -44,8 +44,7 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMlpCall(Call):
-    """A call of grouped_mlp in 16 bits: a `Call` with the operator's checks, results, kernel arguments and CPU
-    reference."""
+    """A call of grouped_mlp in 16 bits: the operator's checks, results, kernel arguments and CPU reference."""
 
     op = "grouped_mlp"
     explains = True
@@ -125,28 +124,30 @@ def grouped_mlp(
 ) -> Tensor:
     """Compute y = m w2_e^T + s b2_e with m = activation(h) s and h = x w1_e^T + b1_e: each expert's MLP, in one call.
 
-    s is row_scale[row], and e the expert of the row's group. Rows are sorted by expert. Rows after the last group reach
-    no result, and are not written. The activation m [T, I] is kept in memory that the calling thread reuses on the same
-    stream (see `glulam.host.workspace`).
+    s is row_scale[row], and e the expert of the row's group. Rows are sorted by expert. Rows after the last group do
+    not affect any result, and are not written. The activation m [T, I] lies in memory that the calling thread reuses on
+    the same stream (see `glulam.host.workspace`).
 
     Differentiable once in x, w1, w2, row_scale, b1 and b2, if an argument requires a gradient and the recipe trains
     weights: forward then saves x, h and row_scale for the backward. Only required gradients are computed; those of rows
     after the last group are zero.
 
     Args:
-        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
-            length; on a GPU it is a multiple of 8 elements. With recipes that quantise x to MXFP8 also an MXFP8Tensor
-            by rows; the result then has the dtype of `out` or of a bias, or bfloat16.
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The row stride may exceed H; on
+            a GPU it is a multiple of 8 elements. With recipes that quantise x to MXFP8 also an MXFP8Tensor by rows; the
+            result then has the dtype of `out`, else of a bias, else bfloat16.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
-            With recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one with glu_layout "concat". Recipes
-            that quantise take weights of any 16-bit dtype or float32, and prepare them once for each version of their
-            contents; the prepared weights are kept as long as the originals live. They also take prepared weights,
-            which spares the first call this work, and the memory for both: a FoldedWeight ("mxfp8"), or an MXFP8Tensor
-            [E, 2I or I, H] by rows with plain scales; see `recipe` for other formats.
+            With recipe "bf16" also a GateUp: its two tensors [E, I, H] stand for one with glu_layout "concat".
+            Recipes that quantise take weights of any 16-bit dtype or float32. They quantise (prepare) them once for
+            each version of their contents, and keep the prepared weights as long as the originals live.
+            These recipes also take prepared weights, so that the first call need not prepare them, and the originals
+            need no memory: a FoldedWeight ("mxfp8"), or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; see
+            `recipe` for other formats.
         w2: [E, H, I], or a list of E tensors; contiguous, x's dtype. H, I and 2I are multiples of 8 on a GPU. The
             number of w2's rows may differ from x's columns; the result has as many columns as w2 has rows.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
-        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        splits: each group's number of rows: int32 or int64 [E] on x's device; or a CPU tensor or a list, which is
+            checked and copied to the device.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. Recipes that decode weights ("mxfp8_exact" and
             the weight-only ones) copy the rows; the others make no copy, and if they quantise x, quantise its N rows.
             An index out of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
@@ -156,30 +157,31 @@ def grouped_mlp(
         activation, glu_layout, **numbers: see `grouped_glu`.
         recipe: a name in `glulam.recipes.RECIPES`, or one of the objects there. Products are accumulated in float32.
             "bf16": 16-bit operands of x's dtype.
-            "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
+            "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights (`FoldedWeight`).
             "mxfp8_blocks": x, the activation and weights in MXFP8 with a scale for 32 elements.
-            "mxfp8_wgrad": as "mxfp8_blocks", and gradients of weights also multiply such operands
+            "mxfp8_wgrad": as "mxfp8_blocks", and the GEMMs of weight gradients also multiply MXFP8 operands
             (docs/mxfp8-training.md).
-            "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
+            "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32 elements, multiplied in bfloat16.
             "mxfp8_weight_only": weights as "mxfp8_exact", rows in bfloat16.
             "mxfp4": x and the activation as in "mxfp8", weights in MXFP4, as RebasedWeights or MXFP4Tensors, multiplied
             exactly in FP8 (docs/mxfp4.md).
             "mxfp4_weight_only", "nvfp4_weight_only": weights in MXFP4 or NVFP4, as MXFP4Tensors or NVFP4Tensors, rows
             in bfloat16 (docs/mxfp4.md, docs/nvfp4.md).
-            "fp8_block": x and the activation in E4M3 with a float32 scale for 128 elements, weights with one for
-            128 x 128.
+            "fp8_block": x and the activation in E4M3 with a float32 scale for 128 elements, weights in E4M3 with a
+            float32 scale for 128 x 128 elements.
             "fp8_block_weight_only": weights as "fp8_block", rounded to bfloat16, rows in bfloat16 (docs/formats.md).
             16-bit weights are quantised once for each version of their contents. Recipes with MXFP8, MXFP4 or NVFP4
             need H, I and the result's columns to be multiples of 32, recipes with FP8 blocks multiples of 16.
-        recompute: with gradients: save x and row_scale only, and compute h again in the backward ("mxfp8": by the whole
-            forward).
+        recompute: if gradients are recorded, save only x and row_scale, and compute h again in the backward ("mxfp8":
+            by running the whole forward again).
         transpose_w: compute h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H],
             glu_layout is the order of w1's columns, and the weights' gradients have these shapes. The weights are not
             copied. Only with recipe "bf16".
-        lora: adapters, an `ExpertLora`: w1_e + s b1_e a1_e and w2_e + s b2_e a2_e (with the adapters' own s, a and b)
-            are multiplied in place of w1_e and w2_e, by additional GEMMs with few columns. Differentiable. Only with
-            recipe "bf16" and with the weight-only recipes, without `recompute`. None: no adapters.
-        out: buffer for the result, [T, H]; the distance of rows may exceed H. None: a new tensor, uninitialised after
+        lora: adapters, an `ExpertLora`: w1_e + c b1_e a1_e and w2_e + c b2_e a2_e are multiplied in place of w1_e and
+            w2_e, by additional GEMMs with few columns. c is the adapters' `scale`; a and b are the adapters' matrices,
+            not the biases. Differentiable. Only with recipe "bf16" and with the weight-only recipes, without
+            `recompute`. None: no adapters.
+        out: buffer for the result, [T, H]; its row stride may exceed H. None: a new tensor, uninitialised after
             the last group.
 
     Returns:
@@ -192,7 +194,7 @@ def grouped_mlp(
         UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
         FoldError (a ValueError): recipe "mxfp8" would change a weight too much, or recipe "mxfp4" cannot multiply a
             weight exactly.
-        CaptureError: under CUDA graph capture, splits are on the host, or a weight must first be prepared. (Weights
-            that are being trained may be captured: the graph prepares them at each replay.)
+        CaptureError: under CUDA graph capture, splits are on the host, or a weight is not prepared yet. Weights that
+            are being trained may be captured: the graph prepares them at each replay.
     """
     raise NotImplementedError  # `front` writes the body

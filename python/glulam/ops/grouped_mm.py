@@ -29,8 +29,7 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMmCall(Call):
-    """A call of grouped_mm in 16 bits: a `Call` with the operator's checks, results, kernel arguments and CPU
-    reference."""
+    """A call of grouped_mm in 16 bits: the operator's checks, results, kernel arguments and CPU reference."""
 
     op = "grouped_mm"
     explains = True
@@ -83,26 +82,28 @@ def grouped_mm(
 ) -> Tensor:
     """Compute y = x w_e^T (+ bias_e * bias_scale[row]), where e is the expert of the row's group.
 
-    Rows are sorted by expert. Rows after the last group reach no result, and are not written. Differentiable once in x,
-    w, bias and bias_scale; gradients of rows after the last group are zero.
+    Rows are sorted by expert. Rows after the last group do not affect any result, and are not written. Differentiable
+    once in x, w, bias and bias_scale; gradients of rows after the last group are zero.
 
     Args:
-        x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. The distance of rows may exceed their
-            length; on a GPU it is a multiple of 8 elements.
+        x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. The row stride may exceed K; on
+            a GPU it is a multiple of 8 elements.
         w: one of the following; K and N are multiples of 8 on a GPU.
             A tensor [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype.
-            With transpose_w also a GateUp of two tensors [E, N, K], without bias, rows and gradients: x is [T, 2N] and
-            y = x[:, :N] gate_e + x[:, N:] up_e. This is x's gradient if the x here is the gradient of `grouped_glu`'s
-            h. Without transpose_w and gradients also [E, N, K] quantised by rows: an MXFP8Tensor, MXFP4Tensor,
-            NVFP4Tensor or FP8BlockTensor. x is then bfloat16 on a GPU, and K a multiple of 32 (FP8BlockTensor: 16).
+            A GateUp of two tensors [E, N, K], only with transpose_w, and without bias, rows and gradients: x is [T, 2N]
+            and y = x[:, :N] gate_e + x[:, N:] up_e. In the backward of `grouped_glu` this computes x's gradient from
+            h's.
+            An MXFP8Tensor, MXFP4Tensor, NVFP4Tensor or FP8BlockTensor [E, N, K], quantised by rows, only without
+            transpose_w and gradients: x is then bfloat16 on a GPU, and K a multiple of 32 (FP8BlockTensor: 16).
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
-        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        splits: each group's number of rows: int32 or int64 [E] on x's device; or a CPU tensor or a list, which is
+            checked and copied to the device.
         bias: [E, N] or a list of E tensors [N], x's dtype; with transpose_w [E, K]. None: no bias.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [num_tokens, K], and no copy of the rows is made. An
             index out of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
         bias_scale: float32 [T], a factor for the bias of each row. None: 1.
         transpose_w: compute y = x w_e instead: x is [T, N] and the result [T, K].
-        out: buffer for the result, [T, N]; the distance of rows may exceed N. None: a new tensor, uninitialised after
+        out: buffer for the result, [T, N]; its row stride may exceed N. None: a new tensor, uninitialised after
             the last group.
 
     Returns:

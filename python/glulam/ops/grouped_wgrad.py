@@ -38,7 +38,7 @@ def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> N
 
 
 def _in_mxfp8(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch for dy and x in MXFP8, with a scale for each 32 rows of a column.
+    """Return the scratch memory of a launch for dy and x in MXFP8, with one scale for each 32 rows of a column.
 
     Empty unless the recipe multiplies in MXFP8.
     """
@@ -187,30 +187,31 @@ def grouped_wgrad(
 ) -> Tensor | Sequence[Tensor]:
     """Compute dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
 
-    Rows are sorted by expert. Rows after the last group reach no result. Every element is summed in one fixed order, so
-    the same inputs give the same bits.
+    Rows are sorted by expert. Rows after the last group do not affect any result. Every element is summed in one fixed
+    order, so the same inputs give the same bits.
 
     Args:
-        dy, x: [T, N] and [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. The distance of
-            rows may exceed their length; on a GPU it is a multiple of 8 elements, as are N and K.
+        dy, x: [T, N] and [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. The row
+            stride may exceed the width; on a GPU row stride, N and K are multiples of 8 elements.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Their length
             defines E, with which out and mask must agree.
-        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        splits: each group's number of rows: int32 or int64 [E] on x's device; or a CPU tensor or a list, which is
+            checked and copied to the device.
         dy_rows, x_rows: int32 [T] on x's device; at most one of the two. Row t is dy[dy_rows[t]], or x[x_rows[t]], and
             no copy of the rows is made. An index out of range is clamped. None: rows lie in order.
         out: buffer for the result [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for
             16-bit inputs. For an expert without rows, zeros are written, or nothing if the call adds. None: a new
             tensor.
         accumulate: add dw_e to out[e] instead of overwriting it. The sum is rounded to out's dtype. If out is
-            16-bit, dw_e is rounded before the addition, too: on sm_90 and sm_100 only with 384 rows an expert or more
-            (on average), on other devices always.
+            16-bit, dw_e may also be rounded before the addition: on sm_90 and sm_100 only with 384 rows an expert or
+            more (on average); on other devices always.
         mask: bool [E] on x's device: add where it is True, overwrite elsewhere. Give this or `accumulate`. None:
             `accumulate` decides.
         out_dtype: dtype of a new result: x's dtype, or float32. None: x's dtype.
         recipe: the name of a recipe in `glulam.recipes.RECIPES` that trains weights, or the recipe itself. With
-            "mxfp8_wgrad" the call first quantises dy and x to E4M3 with a power of two for each 32 rows of a column;
-            blocks start at a group's first row, and N and K must be multiples of 32. With the other recipes dy and x
-            are multiplied as they are.
+            "mxfp8_wgrad" the call first quantises dy and x to E4M3, with a power of two as the scale for each 32 rows
+            of a column. Blocks start at a group's first row. N and K must be multiples of 32. With the other recipes
+            dy and x are multiplied as they are.
 
     Returns:
         [E, N, K]; `out` if given.

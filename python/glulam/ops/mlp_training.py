@@ -1,10 +1,11 @@
-"""Stages of an MLP's training step: the forward that returns the preactivation h, too, and the data gradients.
+"""Stages of an MLP's training step: a forward that also returns the preactivation h, and the data gradients.
 
-In 16 bits these stages are only launches of planned training steps (`backward.data_path`); the attribute `step` of
-their calls is the `Problem` (sizes and options) of the step's grouped_mlp. In MXFP8 they are also operators, registered
-with torch so that a trace sees each as one operator, but outside the public interface. The MXFP8 stages take the
-weights that are trained, in 16 bits or float32, and prepare them: forward quantises along weight rows, backward along
-weight columns.
+16 bits: these stages exist only as launches of a planned training step (`backward.data_path`). The attribute `step` of
+their calls is the `Problem` (sizes and options) of the step's grouped_mlp.
+
+MXFP8: the stages are also operators, registered with torch so that a trace sees each as one node; they are not public.
+They take the weights that are trained, in 16 bits or float32, and prepare them: forward quantises along weight rows,
+backward along weight columns.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _form(recipe: str, which: str) -> Form:
 
 
 def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> PrologueStep:
-    """Return the step of a launch that calls `prepare` on the weights and hands their data and scales to the kernels.
+    """Return the prologue step that calls `prepare` on the weights and hands their data and scales to the kernels.
 
     Args:
         call: the call.
@@ -120,8 +121,9 @@ def _reads_columns(call: Any, problem: Problem) -> PrologueStep:
 
 
 SMALL_BYTES = workspace.GRANULE
-"""Largest activation, in bytes, that forward puts into the kept workspace; a larger one gets memory that is freed after
-the call.
+"""Largest activation, in bytes, that forward puts into the workspace, which is kept between calls.
+
+A larger activation gets memory that is freed after the call.
 """
 LARGE = ResultTensor("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
 
@@ -143,9 +145,9 @@ class KeepsPreact(Call):
 
 
 class PreparesRows(KeepsPreact):
-    """Base of forward calls in MXFP8 that also return the preactivation h, and take x and weights unquantised.
+    """Base of forward calls in MXFP8 that also return the preactivation h; x and the weights are passed unquantised.
 
-    The launch quantises x, and takes the weights from the cache of prepared weights (`formats.prepared`), which
+    The launch quantises x. It takes the weights from the cache of prepared weights (`formats.prepared`), which
     quantises each version of a weight once. `trained`: a weight requires a gradient.
     """
 
@@ -201,7 +203,7 @@ def forward(
     b1: Any = None, b2: Any = None, activation: str, glu_layout: str, recipe: str, trained: bool,
     rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """Compute grouped_mlp in MXFP8; return (y, h): its result, in `out` if given, and the preactivation.
+    """Compute grouped_mlp in MXFP8 and return (y, h): the result (in `out` if given) and the preactivation.
 
     Args:
         trained: a weight requires a gradient; see `PreparedWeights.get`.
@@ -224,8 +226,8 @@ class GradientsCall(Call):
     Attributes:
         out: buffer for dx. None: a new tensor.
         input_grad: dx is wanted.
-        row_of: [num_tokens, K], the row of each token's choice, if the call is of a layer; dx is then summed by token.
-            None: not of a layer; dx has a row for each row of dy.
+        row_of: [num_tokens, K], the row of each token's choice, for a call of a layer: dx is then summed by token.
+            None: the call is not of a layer; dx has a row for each row of dy.
     """
 
     op = "grouped_mlp_backward"
@@ -254,14 +256,14 @@ class GradientsCall(Call):
 
 
 def _quantised(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch for dy in MXFP8 and, if dx is wanted, for the gradient of h in MXFP8."""
+    """Return the scratch memory of a launch for dy in MXFP8 and, if dx is wanted, for the gradient of h in MXFP8."""
     rows = OPERANDS[problem.operands].x
     dy8 = quantised(rows, "dy8", (call.dy.shape[0], problem.in_features))
     return {**dy8, **(quantised(rows, "dpreact8", (problem.rows, problem.w1_rows)) if call.input_grad else {})}
 
 
 class PreparesColumns(GradientsCall):
-    """Base of calls that compute an MLP's data gradients in MXFP8, and take the weights unquantised.
+    """Base of calls that compute an MLP's data gradients in MXFP8; the weights are passed unquantised.
 
     The launch takes the weights, quantised along their columns, from the cache of prepared weights
     (`formats.prepared`). `trained`: a weight requires a gradient.
@@ -344,7 +346,7 @@ def backward(
     row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
     row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
-    """Compute all gradients of grouped_mlp in MXFP8 except of weights and biases, with dx in `out` if given.
+    """Compute the data gradients of grouped_mlp in MXFP8: all gradients except those of weights and biases.
 
     Args:
         dy: the gradient of y.
@@ -353,6 +355,7 @@ def backward(
         rows: indices of rows of dy, see `grouped_dglu`; dx has the selected rows. None: rows of dy lie in order.
         trained: a weight requires a gradient; see `PreparedWeights.get`.
         input_grad, row_scale_grad: dx and d_row_scale are wanted.
+        out: buffer for dx. None: a new tensor.
         Others: see `grouped_mlp`.
     """
     raise NotImplementedError  # `front` writes the body

@@ -1,4 +1,4 @@
-"""grouped_mlp with the recipes that quantise: arguments are split into elements and scales, and checked."""
+"""grouped_mlp with the recipes that quantise. Quantised arguments are split into elements and scales, and checked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .quantized_weights import (
 
 
 def refuse_transposed(op: str, recipe: Recipe) -> NoReturn:
-    """Raise ValueError: transpose_w is set, but quantised weights have scales along their rows."""
+    """Raise ValueError: transpose_w is set, but quantised weights have scales along their rows only."""
     raise ValueError(
         f"{op}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
         "w1.mT.contiguous() does, and leave out transpose_w, or choose recipe 'bf16'"
@@ -71,18 +71,18 @@ def _result_dtype(*others: Any) -> torch.dtype:
 
 
 def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
-    """Return a call's x as an operator of this recipe passes it on: (a tensor, its scales or None, a dtype or None).
+    """Convert a call's x for the operator that the recipe uses: return (a tensor, its scales or None, a dtype or None).
 
-    A tensor x is returned as it is, with None and None: a recipe whose GEMMs read FP8 rows quantises it later. An
-    MXFP8Tensor x is returned as elements and scales if the recipe's GEMMs read rows with scales; otherwise dequantised,
-    without scales.
+    A tensor x is returned as it is, with None and None; if the recipe's GEMMs read FP8 rows, x is quantised later. An
+    MXFP8Tensor x is returned as elements and scales if the recipe's GEMMs read rows with scales. Otherwise it is
+    dequantised, and has no scales.
 
     Args:
         op: the operator, for errors.
         x: a tensor, or an MXFP8Tensor.
         recipe: the call's recipe.
-        others: the argument `dtype` and 16-bit arguments. The first dtype among them is the dtype of the operator's
-            result, and of an x that is dequantised; bfloat16 if there is none. Not used if x is a tensor.
+        others: the argument `dtype` and the 16-bit arguments; not used if x is a tensor. The first dtype among them
+            becomes the dtype of the operator's result, and of an x that is dequantised. bfloat16 if there is none.
 
     Returns:
         x or its elements; its scales; the dtype of the operator's result, None if it is the dtype of the first item.
@@ -113,7 +113,7 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
 
 
 def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch for quantised rows: {name: elements, name_scale: bytes of the scales}.
+    """Return the scratch memory of a launch for quantised rows: {name: elements, name_scale: bytes of the scales}.
 
     Args:
         rows: the rows' format.
@@ -126,9 +126,9 @@ def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Scra
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
-    """Return the temporary memory of a launch: for the activation, and for x as the GEMM reads it.
+    """Return the scratch memory of a launch: for the activation, and for x in the format that the GEMM reads.
 
-    x is quantised, or rounded to values of MXFP8, or copied, or read as it is.
+    Depending on the recipe, x is quantised, rounded to values of MXFP8, copied, or read as it is (then without memory).
     """
     operands, dtype = OPERANDS[problem.operands], call.result_dtype
     x, mid = (call.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
@@ -183,7 +183,9 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 
 
 def _copying(call: Any, problem: Problem) -> PrologueStep | None:
-    """Return the step before a launch that makes x contiguous, for the kernel that copies its rows; None: no copy.
+    """Return the prologue step for a launch whose kernel copies x's rows: it makes x contiguous.
+
+    None: rows are not copied.
 
     Rows are copied only in a layer, see `_copies`.
     """
@@ -248,8 +250,8 @@ class QuantizedMlpCall(ReadsQuantized):
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return x, its scales, the result's dtype, rows, and elements, scales and global scale of w1, then of w2.
 
-        If kernels cannot read rows by index, x is copied in the order of `rows`, and None is returned for rows. A layer
-        (with row_of) copies its rows in the call instead.
+        If kernels cannot read rows by index, x is copied in the order of `rows`, and None is returned for rows. Only a
+        call of a layer (with row_of) is not copied here, since its rows are copied within the call.
 
         Raises:
             ValueError, TypeError: the recipe does not take such an argument.
@@ -270,7 +272,7 @@ class QuantizedMlpCall(ReadsQuantized):
     def refuse_gradients(self) -> None:
         """Raise GradientNotSupported if an argument requires a gradient that the call cannot compute.
 
-        It cannot compute gradients of frozen weights, with a recipe without gradients, or if an argument is in MXFP8.
+        There is no gradient in quantised weights, with a recipe without gradients, or if an argument is in MXFP8.
         """
         if self.is_frozen:
             self.refuse_trained_weights()
@@ -327,6 +329,9 @@ class QuantizedMlpCall(ReadsQuantized):
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
-        """Return x with its rows in order, as `rows` selects them, and likewise x's scales (None: x is in 16 bits)."""
+        """Return (x, x's scales), both with their rows in the order of `rows`.
+
+        The scales are None if x is in 16 bits.
+        """
         scale = self.x_scale
         return take_rows(self.x, self.rows), None if scale is None else take_rows(scale, self.rows)

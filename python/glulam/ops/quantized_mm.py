@@ -52,7 +52,10 @@ class QuantizedMmCall(ReadsQuantized):
 
     @classmethod
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:
-        """Return x, and w's elements, scales and global scale; if `rows` are given, x is a copy in their order."""
+        """Return x, and w's elements, scales and global scale.
+
+        With `rows`, x is a copy of the selected rows, in their order.
+        """
         if rows is not None:
             x = cls.rows_in_order(x, rows)
         return x, *weight_parts(cls.op, "w", w, recipe)

@@ -46,7 +46,9 @@ def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
 def ready(
     recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None, activation: str = "", glu_layout: str = ""
 ) -> Parts:
-    """Look up the prepared parts of a weight that kernels cannot read directly; return its own parts if there are none.
+    """Return the prepared parts of a weight from the cache; the weight's own parts if the cache has none.
+
+    Kernels cannot read weights of some layouts directly; `formats.prepared` keeps a converted copy of them.
 
     Args:
         recipe: the recipe's name.
@@ -82,9 +84,9 @@ def parts_given(call: Any, name: str) -> Parts:
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """Return the call's weight `name` as kernels read it, or on the CPU as the reference does; prepare it if necessary.
+    """Return the call's weight `name` in the layout that kernels read; prepare (convert) it if it has another layout.
 
-    The CPU reference reads some weights that are not prepared.
+    On the CPU some weights stay unprepared, because the CPU reference can read them.
     """
     form, parts = form_of(call, name), parts_given(call, name)
     if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
@@ -127,7 +129,7 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
 
 
 def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
-    """Raise ValueError if E4M3 scales of a weight start at an odd address, since kernels read two scales at once.
+    """Raise ValueError if E4M3 scales of a weight start at an odd address: kernels read two scales at once.
 
     Args:
         kind: the class of the call.
@@ -142,7 +144,7 @@ def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
 
 
 def global_counts(call: Any) -> dict[str, int]:
-    """Return, as kernel constants, the number of dimensions of each weight's global scales."""
+    """Return kernel constants: for each weight with global scales, their number of dimensions."""
     found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
     has_counts = OPERANDS[recipes.RECIPES[call.recipe].operands].w.has_global
     return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None and has_counts}
@@ -171,7 +173,8 @@ class ReadsQuantized(Quantized):
     def prepared(self) -> Any:
         """Return this call with its arguments in the layouts that kernels (or the CPU reference) read.
 
-        First each weight in another layout is converted; the cache `formats.prepared` keeps the result for later calls.
-        Then `Call.prepared` replaces lists of experts by address tables, and copies group sizes to the device.
+        First each weight in another layout is converted; the cache `formats.prepared` keeps the converted weight for
+        later calls. Then `Call.prepared` replaces lists of experts by address tables, and copies group sizes to the
+        device.
         """
         return super(ReadsQuantized, with_parts_as_read(self)).prepared()
