@@ -1,7 +1,7 @@
 """Hooks on SGLang's functions.
 
-A hook is called instead of an SGLang function, with the original function followed by the call's arguments. If the
-engine was started with another backend, a hook only calls the original.
+SGLang calls a hook in place of the hooked function. The hook gets the original function, then the call's arguments. If
+the engine was started with another backend, a hook only calls the original.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from .runner import GlulamQuantInfo, is_chosen, running_as
 
 Hook = Callable[..., Any]
 MIN_CAPABILITY = 80
-"""The lowest compute capability (times ten) for which Glulam has kernels, and SGLang has FP8 kernels."""
+"""The lowest compute capability (times ten) for which Glulam has kernels, and for which SGLang has FP8 kernels."""
 HAS_MXFP8_LINEAR = 100
-"""The lowest compute capability for which SGLang has kernels for linear layers in MXFP8; on older GPUs it converts
-these layers.
+"""The lowest compute capability (times ten) for which SGLang has kernels for linear layers in MXFP8.
+
+On older GPUs SGLang converts these layers.
 """
 
 
 def create_moe_runner(method: Method) -> Hook:
-    """Return a hook on `create_moe_runner` that decides whether Glulam or one of the engine's own backends runs the
-    layer.
-    """
+    """Return a hook on `create_moe_runner` that decides which backend runs the layer: Glulam or one of SGLang's own."""
 
     def hook(original: Hook, self: Any, layer: Any, moe_runner_config: Any) -> None:
         if not is_chosen():
@@ -71,8 +70,9 @@ def _taken(method: Any) -> Taken | None:
 
 
 def _as_left(original: Hook, self: Any, *arguments: Any) -> Any:
-    """Call the original function with --moe-runner-backend set to the backend that runs this layer instead of
-    Glulam.
+    """Call the original function of a layer that Glulam does not run.
+
+    During the call, --moe-runner-backend reads as the backend that runs this layer instead.
     """
     backend = getattr(self, "glulam_left_to", None)
     if backend is None:
@@ -82,8 +82,9 @@ def _as_left(original: Hook, self: Any, *arguments: Any) -> Any:
 
 
 def make_nvfp4_method(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Construct the NVFP4 method under the backend name "marlin": before Blackwell, SGLang refuses NVFP4 under other
-    names.
+    """Construct the NVFP4 method under the backend name "marlin".
+
+    Before Blackwell, SGLang refuses NVFP4 under other names.
     """
     if not is_chosen():
         return original(self, *arguments, **named)
@@ -92,8 +93,9 @@ def make_nvfp4_method(original: Hook, self: Any, *arguments: Any, **named: Any) 
 
 
 def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Create weights with DeepSeek-V4's MXFP4 scales in E8M0 instead of SGLang's float32, which takes four times the
-    memory.
+    """Create weights so that DeepSeek-V4's MXFP4 scales are kept in E8M0.
+
+    SGLang's own choice, float32, takes four times the memory.
     """
     if is_chosen() and self.is_fp4_expert:
         named.setdefault("fp4_scale_dtype", torch.float8_e8m0fnu)
@@ -140,8 +142,9 @@ HOOKS: dict[str, tuple[Hook, tuple[str, ...]]] = {
     f"{QUANTIZATION}.fp8.Fp8Config.__init__": (make_fp8_config, ()),
     f"{QUANTIZATION}.fp8.Fp8Config.get_min_capability": (get_min_capability, ()),
 }
-"""For each hooked SGLang function, by its import path: the hook, and the names of the parameters (except self) that the
-function must have.
+"""The hooks, by the import path of the hooked SGLang function.
+
+Each value is (the hook, the names of the parameters, except self, that the SGLang function must have).
 """
 for _method in METHODS:
     HOOKS |= {

@@ -1,5 +1,6 @@
-"""SGLang's MoE methods that this plugin hooks: how each stores experts, and which backend runs layers that Glulam does
-not.
+"""SGLang's MoE methods that this plugin hooks.
+
+For each method: how it stores experts, and which SGLang backend runs the layers that Glulam does not.
 """
 
 from __future__ import annotations

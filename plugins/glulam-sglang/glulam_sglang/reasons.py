@@ -1,5 +1,6 @@
-"""Reasons for which Glulam does not run a layer of SGLang: all conditions that would change the result, checked before
-load.
+"""Reasons for which Glulam does not run a layer of SGLang.
+
+They are all conditions under which Glulam's result would differ, and are checked before weights load.
 """
 
 from __future__ import annotations

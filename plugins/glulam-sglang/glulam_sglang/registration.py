@@ -1,5 +1,6 @@
-"""Registration of the backend with SGLang: its command-line name, runner and hooks, after checking that SGLang has all
-of them.
+"""Registration of the backend with SGLang: its command-line name, its runner and its hooks.
+
+It first checks that SGLang has everything that the plugin uses.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ def register() -> None:
 
 
 def missing_of(hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> Iterator[str]:
-    """Yield the name of each function, parameter or field that the hooks or the runner use and this version of SGLang
-    lacks.
-    """
+    """Yield the name of each function, parameter or field that this plugin uses and this version of SGLang lacks."""
     for path, (_, names) in hooks.items():
         try:
             found = inspect.signature(pkgutil.resolve_name(path)).parameters

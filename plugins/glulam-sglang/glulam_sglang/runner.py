@@ -1,6 +1,4 @@
-"""The backend's runner: it computes an MoE layer, from SGLang's dispatched tokens and choices, by one call of
-Glulam.
-"""
+"""The backend's runner: it computes an MoE layer by one call of Glulam, from SGLang's dispatched tokens and choices."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def running_as(backend: str) -> Iterator[None]:
 
 @dataclass
 class GlulamQuantInfo(MoeQuantInfo):
-    """A layer's experts in the type that SGLang passes to a runner."""
+    """A layer's experts, in the type in which SGLang passes weights to a runner."""
 
     experts: ServedExperts
 

@@ -1,7 +1,7 @@
-"""Plugin of vLLM: runs mixture-of-experts layers by Glulam's kernels, in the formats that the variable GLULAM_VLLM
-selects.
+"""Plugin of vLLM that runs mixture-of-experts layers by Glulam's kernels.
 
-vLLM calls `register`, an entry point of the group `vllm.general_plugins`, in each of its processes.
+The variable GLULAM_VLLM selects the weight formats for which it does. vLLM calls `register`, an entry point of the
+group `vllm.general_plugins`, in each of its processes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""GLULAM_VLLM: the environment variable that selects the weight formats which Glulam runs in vLLM. Does not import
-vLLM.
+"""GLULAM_VLLM: the environment variable that selects the weight formats which Glulam runs in vLLM.
+
+This module does not import vLLM.
 """
 
 from __future__ import annotations

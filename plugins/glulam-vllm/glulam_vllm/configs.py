@@ -1,6 +1,7 @@
 """Subclasses of vLLM's quantisation configurations that create Glulam's MoE methods for layers that Glulam runs.
 
-Each subclass extends the class that vLLM has under the same name at import, which another plugin may have replaced.
+Each subclass extends the class that vLLM has registered under the same name when this module is imported. That may be
+another plugin's class.
 """
 
 from __future__ import annotations

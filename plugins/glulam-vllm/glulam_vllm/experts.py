@@ -85,8 +85,7 @@ def _is_offloaded() -> bool:
 
 
 class GlulamExperts(mk.FusedMoEExpertsModular):
-    """vLLM's interface to a layer's experts on Glulam: FC1 with its activation, FC2, and the weighted sum of each
-    token's experts.
+    """vLLM's interface to a layer's experts on Glulam: FC1 with its activation, FC2, and each token's weighted sum.
 
     Attributes:
         held: the quantised experts, prepared when their weights were loaded. None: weights have 16 bits, and each call
@@ -130,8 +129,9 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Return True if Glulam reads weights of this format. Any activation_key is accepted: Glulam itself decides how
-        to quantise activations.
+        """Return True if Glulam reads weights of this format.
+
+        Any activation_key is accepted, since Glulam itself decides how to quantise activations.
         """
         return weight_key is None or weight_key in WEIGHT_KEYS.values()
 

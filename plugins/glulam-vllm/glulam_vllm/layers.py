@@ -1,5 +1,6 @@
-"""Selection of the layers that Glulam runs, before their weights are allocated; each reason is logged once in vLLM's
-log.
+"""Selection of the layers that Glulam runs, before their weights are allocated.
+
+If vLLM runs a layer instead, its log has the reason once.
 """
 
 from __future__ import annotations

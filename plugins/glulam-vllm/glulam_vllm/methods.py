@@ -1,4 +1,4 @@
-"""MoE methods for quantised experts, with the parameters and the loading of vLLM's classes and Glulam's computation.
+"""MoE methods for quantised experts: vLLM's parameters and loading, and Glulam's computation.
 
 A method creates the same parameters as vLLM's class of the same format, so checkpoints load unchanged. After loading,
 the elements are reordered in place for Glulam's kernels (`glulam.integrations.serving`). Constructors do not call
@@ -85,7 +85,7 @@ class Served(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
         """Return a configuration with the biases and the activation's constants, but without quantised formats.
 
-        If it named a quantised format for activations, vLLM's prepare step would quantise them.
+        If the configuration named a quantised format for activations, vLLM's prepare step would quantise them.
         """
         numbers = {f"gemm1_{key}": getattr(layer, f"swiglu_{key}", None) for key in ("alpha", "beta")}
         limit = getattr(layer, "swiglu_limit", None)
@@ -255,8 +255,9 @@ class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTen
 
 
 class GlulamCompressedTensorsNvfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Nvfp4MoEMethod):
-    """MoE method for compressed-tensors' NVFP4 experts; their global scales, which divide values, are inverted for
-    Glulam.
+    """MoE method for compressed-tensors' NVFP4 experts.
+
+    Their global scales divide values, so they are inverted for Glulam, whose scales multiply.
     """
 
     format = NVFP4

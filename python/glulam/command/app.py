@@ -164,7 +164,7 @@ def parsed(help: str, valid: str, metavar: str, parse: Callable[[str], Any], def
 
 
 def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", listed: str = "") -> Row:
-    """Declare an option that takes one of `words`. `listed`: the words as the error lists them. Empty: all words."""
+    """Declare an option that takes one of `words`. `listed`: how the error lists the words. Empty: all words."""
     choices = list(words)
     return parsed(
         help, f"one of {listed or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
@@ -215,8 +215,8 @@ def megabytes(size: int) -> str:
 def resources(functions: Mapping[str, Function], name: str) -> tuple[str, str]:
     """Return two texts for a function's device kernels: registers a thread, and KB of shared memory.
 
-    Each has one number for each kernel, joined by " + ". The kernels of a function of several stages are recorded for
-    its stages.
+    Each text has one number for each kernel, joined by " + ". A function of several stages has no kernels in its own
+    record; they are in the records of its stages.
 
     Args:
         functions: a manifest's functions.

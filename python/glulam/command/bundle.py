@@ -31,8 +31,8 @@ IN_WORDS = ", ".join(f"{name} ({meaning})" for name, meaning in PROFILES.items()
 def archs_here() -> list[str]:
     """Return a list of one architecture, the one to build for or to show on this machine.
 
-    Among the architectures that the GPU can run, it is the best whose kernels were run before or, if none were, the
-    best (`prefer_tried`). Without a GPU that has kernels it is profiles.DEFAULT, Hopper's.
+    Of the architectures that the GPU can run, it is the best whose kernels were run on this GPU before. If none were,
+    it is the best of all (`prefer_tried`). Without a GPU that has kernels it is profiles.DEFAULT, Hopper's.
     """
     gpu = find_gpu(installed_torch())
     return [(prefer_tried(serving(gpu.capability), gpu.name) if gpu else None) or profiles.DEFAULT]

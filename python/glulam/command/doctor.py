@@ -71,7 +71,7 @@ class Gpu(NamedTuple):
 
     @property
     def passed_over(self) -> str:
-        """The best architecture for the GPU, if its kernels were never run here and `arch` serves instead; else ""."""
+        """The best architecture for the GPU, if `arch` serves instead because the best was never run here; else ""."""
         return passed_over(self.capability, self.arch, self.name) if self.arch else ""
 
 
@@ -153,8 +153,8 @@ def _check_untried(gpu: Gpu) -> Finding:
 def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Finding:
     """Check the driver's version.
 
-    A missing or too old driver is "bad" if torch sees a GPU, else a "note". To install one is advised only if torch or
-    the PCI bus shows an NVIDIA GPU.
+    A missing or too old driver is "bad" if torch sees a GPU, else a "note". The finding advises to install a driver
+    only if torch or the PCI bus shows an NVIDIA GPU.
     """
     state = "bad" if gpu else "note"
     if driver and driver >= _OLDEST_DRIVER:

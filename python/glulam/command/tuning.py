@@ -62,7 +62,7 @@ FLAGS = {
     "save_preact": ("no stored preactivation", "stored preactivation"),
     "transpose_w": ("weights [E, N, K]", "weights [E, K, N]"),
 }
-"""For each flag of a kernel: the words that describe the kernel's calls if the flag is False, and if it is True."""
+"""For each flag of a kernel, the words that describe its calls: (if the flag is False, if it is True)."""
 SIZES = {
     "experts": count("", REQUIRED),
     "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
@@ -129,7 +129,7 @@ def compile_kernel(
 
 
 def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
-    """Make a kernel and, as the last step, prefer it: if anything fails, the preferences stay as they were.
+    """Make a kernel and, as the last step, prefer it, so that preferences stay as they were if anything fails.
 
     Args:
         spec: the kernel. None: `fields` describe it, see `kernels.compile`.
@@ -241,7 +241,7 @@ def tables(merge: list[Path] | None, out: Path | None) -> None:
 
 
 def _show_tables() -> None:
-    """Print all tables of tuned kernels: of each section the GPU, the date and, if it is ignored here, why."""
+    """Print all tables of tuned kernels: for each section its GPU, its date and, if it is ignored here, the reason."""
     if not known.tables():
         places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
         show(f"no tables in {places}; `glulam tune` makes one")

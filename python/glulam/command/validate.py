@@ -29,7 +29,7 @@ def _arch_of(index: int) -> str:
 
 
 def _machine(arch: str, index: int, manifest: Manifest) -> Machine:
-    """Return the description of this machine and of the bundle that the report begins with."""
+    """Return the description of this machine and of the bundle, with which the report begins."""
     import torch
 
     versions = {

@@ -1,4 +1,4 @@
-"""adapted_mlp: grouped_mlp in 16 bits with adapters, an operator that is not public."""
+"""adapted_mlp: grouped_mlp in 16 bits with LoRA adapters, as one operator that is not public."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class AdaptedMlpCall(GroupedMlpCall):
     def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
         """Compute a call that needs no gradient, and return its result.
 
-        All launches are run as one planned step, as in training. If `out=` or, outside of a layer, `rows=` is given,
-        which a planned step does not take, there is one operator call for each GEMM instead.
+        All launches are run as one planned step, as in training. A planned step takes neither `out=` nor, outside of a
+        layer, `rows=`. With these there is one operator call for each GEMM instead.
         """
         if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()
@@ -77,7 +77,7 @@ def adapted_mlp(
     activation: str = "swiglu", glu_layout: str = "concat", numbers: Numbers = DEFAULTS, lora_scale: float = 1.0,
     transpose_w: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute grouped_mlp with adapters: with w1_e + lora_scale b1_e a1_e for w1_e, and likewise for w2_e.
+    """Compute grouped_mlp with adapters: w1_e is replaced by w1_e + lora_scale b1_e a1_e, and likewise w2_e.
 
     lora_a1 and lora_b1 are w1's adapter, lora_a2 and lora_b2 w2's; None: this weight has no adapter. Their shapes are
     those of a1, b1, a2, b2 of `expert_lora.ExpertLora`; ranks are multiples of 8 on a GPU.

@@ -1,11 +1,15 @@
-"""An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + b2 + s (m a2^T)
-b2'^T.
+"""An MLP with LoRA adapters on its weights.
+
+    h = x w1^T + b1 + s (x a1^T) b1'^T
+    m = activation(h) scale
+    y = m w2^T + b2 + s (m a2^T) b2'^T
 
 b1 and b2 are biases, b1' and b2' adapter matrices, s is the adapters' scale. For weights in 16 bits there are kernels
-that add both products (`path`). For quantised weights, for a GateUp (gate and up-projection in two tensors), and for
-dtypes whose kernels do not ship with adapters, the MLP is composed of differentiable operators (`rows_with_lora`).
-These save x, h and two matrices [T, r] for the backward; if w1 is trained as well, also the rows of tokens; if w2 is
-trained, also the activation. Each of the two sums rounds its terms and its result, as in torch.
+that add both products (`path`). In three cases the MLP is composed of differentiable operators instead
+(`rows_with_lora`): for quantised weights, for a GateUp (gate and up-projection in two tensors), and for dtypes whose
+kernels do not ship with adapters. These operators save x, h and two matrices [T, r] for the backward; if w1 is trained
+as well, also the rows of tokens; if w2 is trained, also the activation. Each of the two sums rounds its terms and its
+result, as in torch.
 """
 
 from __future__ import annotations
@@ -110,7 +114,7 @@ def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recom
 
 
 def recipe_with_lora(op: str, recipe: str | Recipe) -> Recipe:
-    """Return the Recipe. Raises ValueError if it quantises rows, which does not work with adapters."""
+    """Return the Recipe of that name. Raises ValueError if it quantises rows, which does not work with adapters."""
     found = recipes.find(op, recipe)
     if found is not BF16 and not found.freezes_weights:
         served = [repr(name) for name, one in recipes.RECIPES.items() if one is BF16 or one.freezes_weights]
@@ -148,7 +152,7 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
 def _check(call: Any, lora: ExpertLora) -> None:
     """Check all arguments of a call with adapters, so that errors name the caller's arguments.
 
-    Otherwise they would name arguments of the operators of which the call is made.
+    Without this check, errors would name arguments of the operators that compute the call.
     """
     call.check_plain()
     problem = call.check()

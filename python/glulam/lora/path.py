@@ -6,9 +6,11 @@
     low2 = s m a2_e^T                       dx = dh w1_e + dlow1 a1_e
     y = m w2_e^T + low2 b2_e^T + bias       da = dlow^T (x or m), db = (dh or dy)^T low
 
-a1, b1 are the LoRA matrices of w1, a2, b2 of w2. s is the adapters' scale, dh the gradient of h, and so on. low1
-and low2, the low-rank halves of the adapters' products, are [T, r] with r the rank. Each sum of two products is one
-GEMM whose kernel contracts both pairs. Forward saves x, h, low1 and low2; the kernel that computes dm recomputes m.
+Names: a1, b1 are the LoRA matrices of w1, and a2, b2 of w2. s is the adapters' scale; dh is the gradient of h, and so
+on. low1 and low2, the low-rank halves of the adapters' products, are [T, r] with r the rank.
+
+Each sum of two products is one GEMM whose kernel contracts both pairs. Forward saves x, h, low1 and low2; the kernel
+that computes dm recomputes m.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 x (W + s B A)^T is x W^T + (s x A^T) B^T, so each weight needs two more grouped GEMMs, of rank r. Autograd would save
 the input of the product x A^T for backward: rows of tokens, or the activation. Both can be recomputed from tensors that
-are saved anyway.
+are saved anyway, so `low_rank` can save those instead.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Rows(NamedTuple):
 
 
 class _Narrow(torch.autograd.Function):
-    """x a_e^T as an autograd function that saves, instead of x, the tensors from which x can be recomputed (see
-    `Rows`).
-    """
+    """x a_e^T as an autograd function that saves the tensors from which x can be recomputed (`Rows`), not x."""
 
     @staticmethod
     def forward(
@@ -122,11 +120,12 @@ def low_rank(
 
 
 def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
-    """Return an adapter matrix as kernels take it: contiguous, its rank padded with zeros to a multiple of 8, and cast
-    to x's dtype if it is float32 and x 16-bit.
+    """Return an adapter matrix in the layout that kernels take.
 
-    A matrix that is not strided is returned unchanged, so that later checks refuse it by name. rank_at: the dimension
-    of the rank.
+    It is contiguous, its rank is padded with zeros to a multiple of 8, and it is cast to x's dtype if it is float32 and
+    x 16-bit. A matrix that is not strided is returned unchanged, so that later checks refuse it by name.
+
+    rank_at: the dimension of the rank.
     """
     if matrix.layout is not torch.strided:
         return matrix
@@ -165,13 +164,7 @@ def _halves(biases: Any) -> list[Any]:
 
 
 def times_w2(call: Any, act: Tensor, row_scale: Tensor | None, groups: Groups, out: Tensor | None) -> Tensor:
-    """Return FC2's product with w2 alone, without adapters: [T, H'], bias included. H' is the number of w2's rows.
-
-    Args:
-        act: the activation [T, I].
-        row_scale: [T], factor of each row's bias; None: 1.
-        out: the result's buffer; None: a new one.
-    """
+    """Return FC2's product with w2 alone, without adapters: [T, H'], bias included. H' is the number of w2's rows."""
     addends = {"bias": call.b2, "bias_scale": None if call.b2 is None else row_scale, "out": out}
     if isinstance(call, Quantized):
         ((grouped_by, sizes),) = groups.items()

@@ -1,7 +1,8 @@
-"""Manifold-constrained hyper-connections: n residual streams, mixed by doubly stochastic matrices from Sinkhorn steps.
+"""Manifold-constrained hyper-connections (mHC): n residual streams instead of one residual vector per token.
 
-A token's state is n streams [n, C] (in `boundary` [n, D]) instead of one residual vector. Coefficients computed from
-the streams weigh the sum that a sublayer reads, and mix the streams when the sublayer's output is added.
+A token's state is n streams [n, C] (in `boundary` [n, D]). Coefficients are computed from the streams. They weigh the
+sum that a sublayer reads, and mix the streams when the sublayer's output is added. The mixing matrices are made doubly
+stochastic by Sinkhorn steps.
 """
 
 from .boundary import BoundaryResults, boundary

@@ -1,7 +1,8 @@
 """boundary: from one sublayer's output to the next sublayer's input, with hyper-connections as DeepSeek-V4.1 has them.
 
-The streams are mixed with coefficients that the previous boundary computed. So they are read once for all four steps:
-their update, the mix, the mix's norm, and the projection that makes the next coefficients.
+The mix uses coefficients that the previous boundary computed, so it need not wait for new ones. Therefore one pass over
+the streams serves all four steps: their update, the mix, the mix's norm, and the projection that makes the next
+coefficients.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ COEFFICIENTS = ("pre", "post", "comb")
 
 
 class BoundaryResults(NamedTuple):
-    """Results of `boundary`; the coefficients pre, post and comb are float32 (float64 if the streams are float64).
+    """Results of `boundary`. The coefficients pre, post and comb are float32 (float64 if the streams are float64).
 
     Attributes:
         streams: [..., n, D], the updated streams; without an update the streams that were passed in.
         x: [..., D] in the streams' dtype, the next sublayer's input.
         pre: [..., n], in (eps, 1 + eps), weights for the mix of the next boundary.
-        post: [..., n], in (0, 2), and comb: [..., n, n], coefficients for the update with the next sublayer's output.
+        post: [..., n], in (0, 2): factors of the next sublayer's output, for the next boundary's update.
+        comb: [..., n, n], the matrix that mixes the streams in the next boundary's update.
     """
 
     streams: Tensor
@@ -87,8 +89,8 @@ def boundary(
         pre' = sigmoid(z_pre) + eps;  post' = 2 sigmoid(z_post)
         comb' = softmax of z_comb's rows + eps; columns / (their sum + eps); then `iters` - 1 times rows and columns
 
-    streams'_flat is streams' as [..., n D]. Differentiable in every tensor. A token's results do not depend on the
-    other tokens, nor on how many there are.
+    streams'_flat is streams' as [..., n D]. Differentiable in every tensor. A token's results depend neither on the
+    other tokens nor on their number.
 
     Args:
         y: the sublayer's output [..., D], the streams' dtype. None: no update; then post and comb are None, too.
@@ -98,7 +100,7 @@ def boundary(
             the streams are float64).
         weight: [n n + 2n, n D], rows for pre, post and comb (row-major) in this order; float32 or 16-bit. A float32
             weight keeps its precision.
-        scale: [3], a factor each for pre, post and comb; float32 or 16-bit.
+        scale: [3], one factor each for pre, post and comb; float32 or 16-bit.
         base: [n n + 2n], added to each coefficient's z; float32 or 16-bit.
         norm_weight: [D], the RMSNorm's weight; float32 or 16-bit.
         rms_eps, norm_eps: added under the square roots of z and of x.
@@ -106,7 +108,7 @@ def boundary(
         iters: number of Sinkhorn iterations, 1 to 100.
         x_block: "1x32" or "1x128": return x in MXFP8, with the bytes of `quantize_mxfp8(x, block=x_block)`, instead of
             in 16 bits. D must be a multiple of 32. Not differentiable. None: x is not quantised.
-        return_x: return x in 16 bits besides x in MXFP8. Without x_block x is always returned.
+        return_x: with x_block, return x in 16 bits besides x in MXFP8. Without x_block x is always returned.
 
     Returns:
         BoundaryResults; with x_block QuantizedBoundaryResults.
@@ -184,7 +186,12 @@ class BoundaryCall(MhcCall):
             raise ValueError(f"{op}: iters is {self.iters}; it must be 1 or more, since the first only divides columns")
 
     def _check_update(self, lead: tuple[int, ...], n: int, width: int) -> None:
-        """Check y and the coefficients pre, post and comb, for streams with these dimensions before n, n and D."""
+        """Check y and the coefficients pre, post and comb.
+
+        Args:
+            lead: the streams' dimensions before n.
+            n, width: number of streams, and their width D.
+        """
         op, streams, ends = self.op, self.streams, {"pre": (n,), "post": (n,), "comb": (n, n)}
         if self.y is not None:
             check_like(op, "y", self.y, (*lead, width), streams, "it is added to the streams")
@@ -234,8 +241,9 @@ def boundary_streams(
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
     of_stats: bool = False, of_x: bool = True, x_block: int = 0,
 ) -> Any:  # fmt: skip
-    """Return the eight results that `BoundaryCall.returns` names; None for the streams if there is no update (y is
-    None), and for results that are not wanted.
+    """Return the eight results that `BoundaryCall.returns` names; None for each result that is not wanted.
+
+    The updated streams are None if there is no update (y is None).
 
     Args:
         of_stats, of_x, x_block: see `BoundaryCall`.

@@ -57,11 +57,12 @@ def boundary_backward(
 ) -> Any:  # fmt: skip
     """Return (d_y, d_streams, d_pre, d_post, d_comb, d_weight, d_norm_weight, d_sums).
 
-    d_sums holds the gradients of base, then of scale, in the dtype of sums over streams (`accumulator`). The others are
-    None where their flag `of_...` is False.
+    d_sums holds the gradients of base, then of scale, in the dtype of sums over streams (`accumulator`). Each of the
+    others is None if its flag `of_...` is False.
 
     Args:
         d_new_streams, d_x, d_new_pre, d_new_post, d_new_comb: gradients of boundary's results. None: there is none.
-        x, stats: the second and the last result of `boundary_streams`.
-        Others: see `boundary`. of_y, of_post and of_comb are False if y is None, of_pre and of_norm_weight if d_x is.
+        x, stats: results of `boundary_streams`.
+        Others: see `boundary`. If y is None, of_y, of_post and of_comb must be False; if d_x is None, of_pre and
+            of_norm_weight.
     """

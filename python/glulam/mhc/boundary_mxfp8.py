@@ -1,4 +1,4 @@
-"""A boundary whose x, the next sublayer's input, is quantised to MXFP8 by the kernel that computes it."""
+"""A boundary whose x, the next sublayer's input, is returned in MXFP8. The kernel that computes x also quantises it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..formats.scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 
 
 class QuantizedBoundaryResults(NamedTuple):
-    """Results of `boundary` with x in MXFP8; see `BoundaryResults` for the others.
+    """Results of `boundary` with x in MXFP8; for the attributes that are not listed, see `BoundaryResults`.
 
     Attributes:
         x: [..., D] in the streams' dtype; None without `return_x`.

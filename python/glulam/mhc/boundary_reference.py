@@ -1,4 +1,4 @@
-"""The boundary between two sublayers and its gradients in torch: runs on the CPU, and is the reference for kernels.
+"""The boundary between two sublayers and its gradients in torch: it runs on the CPU, and is the reference for kernels.
 
 16-bit inputs are computed in float32. The updated streams and their mix are rounded to the streams' dtype, as if each
 were read from memory; everything else is rounded once.
@@ -103,8 +103,10 @@ def boundary_backward(
     comb: Tensor | None, weight: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor, x: Tensor, stats: Tensor,
     eps: float, iters: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of y, streams, pre, post, comb, weight and norm_weight (None for an absent argument), then
-    one vector: the gradient of base, followed by the gradient of scale.
+    """Return the gradients of y, streams, pre, post, comb, weight and norm_weight, then one vector for base and scale.
+
+    A gradient is None if its argument is absent. The vector holds the gradient of base, followed by the gradient of
+    scale.
 
     The norm's gradient needs the sum over D of (d_x norm_weight) u. Since x = u r norm_weight, that sum equals the sum
     of d_x x / r.

@@ -21,7 +21,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 USUAL_SMS = 132
-"""Number of SMs of an H100: decides how sums are cut if results must not depend on the GPU at hand."""
+"""Number of SMs of an H100. Sums are cut for this number if results must not depend on the GPU that computes them."""
 
 
 def sms_to_cut_by(call: Any) -> int:
@@ -71,8 +71,9 @@ def check_count(op: str, name: str, tensor: Tensor, n: int, counts: Sequence[int
 def check_streams(
     op: str, name: str, value: Any, counts: Sequence[int] = COUNTS
 ) -> tuple[tuple[int, ...], int, int]:  # fmt: skip
-    """Check that `value` is a tensor of streams [..., n, C]; return its leading shape, n and C. counts: see
-    `check_count`.
+    """Check that `value` is a tensor of streams [..., n, C]; return its leading shape, n and C.
+
+    counts: see `check_count`.
     """
     x = check_tensor(op, name, value, "streams [..., n, C]")
     check_dtype(op, name, x)

@@ -25,7 +25,7 @@ class PreResults(NamedTuple):
 
     Attributes:
         out: [..., C] in the streams' dtype, the sub-layer's input.
-        residual: the streams x, for post_mix. Pass this instead of x: then the kernel that computes x's gradient also
+        residual: the streams x, to be passed to post_mix instead of x. Then the kernel that computes x's gradient also
             adds the gradient that comes from post_mix, without a separate pass.
         h_post: [..., n], float32.
         h_res: [..., n, n], float32, doubly stochastic.
@@ -83,7 +83,7 @@ def pre(
 class PreCall(Projecting):
     """A call of pre.
 
-    If a gradient is recorded, the call returns out, h_post, h_res and x, and keeps the other results for backward.
+    If a gradient is recorded, the call returns (out, h_post, h_res, x), and keeps the other results for backward.
     """
 
     op = kernel = "pre"

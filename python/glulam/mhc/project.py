@@ -1,4 +1,4 @@
-"""project: compute the coefficients for mixing residual streams, and the streams' norm in the same pass over them."""
+"""project: compute the coefficients that mix residual streams. One pass over the streams also computes their norm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .call import USUAL_SMS, MhcCall, check_eps, check_param, check_streams, sms
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
 PARAMETERS = ("x", "weight", *ALPHAS, "bias")
 USUAL_TOKENS = 4096
-"""Number of tokens that decides how columns are cut if results must not depend on the call's number of tokens."""
+"""Number of tokens. Columns are cut for this number if results must not depend on the call's number of tokens."""
 
 
 class Coefficients(NamedTuple):
@@ -61,7 +61,7 @@ def project(
     x_flat is x as [..., n C]; z_pre, z_post and z_res are parts of z, each with its own alpha.
 
     A float32 weight keeps its precision, whatever x is: products are summed in float32, with an error of some 1e-6 of
-    their size. A 16-bit weight is multiplied in x's dtype (float32: TF32), after rounding to that dtype if it differs.
+    their size. A 16-bit weight is rounded to x's dtype if it differs, and multiplied in that dtype (float32: in TF32).
 
     Args:
         x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
@@ -70,9 +70,12 @@ def project(
         alpha_pre, alpha_post, alpha_res: tensors of one element and of one dtype; float32 or 16-bit.
         bias: [n n + 2n], float32 or 16-bit.
         eps: keeps a token of zeros from dividing by zero.
-        norm_weight: [n C], float32 or 16-bit, an RMSNorm's weight: weight * norm_weight, a float32 product by columns,
-            replaces weight, whatever weight's dtype. None: no RMSNorm weight.
+        norm_weight: [n C], float32 or 16-bit, an RMSNorm's weight. weight is replaced by weight * norm_weight, which
+            scales its columns and is float32 whatever weight's dtype. None: no RMSNorm weight.
         out: buffers for the three results; only if no gradient is recorded. None: new tensors.
+
+    Returns:
+        Coefficients(h_pre, h_post, h_res).
 
     Raises:
         ValueError, TypeError: an argument does not fit; nothing was launched.
@@ -119,9 +122,10 @@ def check_parameters(op: str, tensors: Any) -> None:
 def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> Tensor:
     """Return weight * norm_weight, in float32.
 
-    Torch computes the product, and its autograd both gradients from the product's gradient, which is float32: 24 rows
-    of some 10^4 columns take a few us, while the streams take hundreds. If the kernels multiplied instead, they would
-    read one more address each, and backward would need one more kernel, for the sums over rows.
+    Torch computes the product, and its autograd computes both gradients from the product's gradient, which is float32.
+    That is cheap: 24 rows of some 10^4 columns take a few us, while the streams take hundreds. If the kernels
+    multiplied instead, they would read one more address each, and backward would need one more kernel, for the sums
+    over rows.
 
     Args:
         op: the operator's name, for messages.
@@ -197,8 +201,9 @@ class Projecting(MhcCall):
         check_eps(self.op, self.eps)
 
     def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
-        """Return (shape, dtype) of one result per `end` in `ends`: [..., *end], with the dtype of sums over x
-        (`accumulator`).
+        """Return (shape, dtype) of one result per `end` in `ends`.
+
+        The shape is [..., *end]; the dtype is the dtype of sums over x (`accumulator`).
         """
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]
@@ -230,11 +235,11 @@ class ProjectCall(Projecting):
 
 
 class ProjectBackwardCall(Projecting):
-    """A call of project_backward.
+    """A call of project_backward, whose d_x may include two more gradients of the streams.
 
-    A layer's streams are read by project, aggregate and post_mix, and adding up the three gradients afterwards would
-    take separate passes. So d_x includes h_pre d_aggregate, the gradient through `aggregate`, and d_residual, the
-    gradient through `post_mix`, if these are given.
+    project, aggregate and post_mix all read a layer's streams. Adding up their three gradients afterwards would take
+    separate passes over memory. So if they are given, d_x also includes h_pre d_aggregate, the gradient through
+    `aggregate`, and d_residual, the gradient through `post_mix`.
     """
 
     op, kernel = "project", "project_backward"
@@ -301,7 +306,7 @@ def project_backward(
 def parameter_gradients(
     saved: Sequence[Tensor], eps: float, needed: Sequence[bool], *given: Tensor | None
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of project's arguments, each in its own dtype and shape; None for one that is not needed.
+    """Return the gradients of project's arguments, each in its argument's dtype and shape; None if not needed.
 
     Args:
         saved: project's arguments, then stats (see `project_streams`).

@@ -1,4 +1,4 @@
-"""The hyper-connection operators and their gradients in torch: run on the CPU, and are the reference for kernels.
+"""The hyper-connection operators and their gradients in torch: they run on the CPU, and are the reference for kernels.
 
 16-bit inputs are computed in float32. Each function takes and returns tensors as the operator of the same name does.
 Results are rounded to the dtypes that the operators return, gradients to the dtype of the tensor they belong to.

@@ -14,8 +14,9 @@ from . import reference
 from .call import MhcCall, check_count, check_eps, check_iters
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}
-"""Largest number of iterations by n, the matrices' size: backward keeps 2n factors per matrix and iteration, for 32
-matrices, in 227 KB of shared memory.
+"""Largest number of iterations by n, the matrices' size.
+
+Backward keeps 2n factors per matrix and iteration, for 32 matrices, in 227 KB of shared memory.
 """
 
 

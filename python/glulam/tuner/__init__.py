@@ -1,7 +1,6 @@
-"""The tuner: it measures candidate kernels for a layer, compiles others at the same time, and writes a table of the
-fastest.
+"""The tuner: it measures candidate kernels for a layer, and writes a table of the fastest.
 
-`choose.known` reads such tables when a kernel is chosen.
+While one candidate is measured, others are compiled. `choose.known` reads such tables when a kernel is chosen.
 """
 
 from .entry import tune

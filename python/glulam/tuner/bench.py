@@ -37,8 +37,8 @@ def driver_version() -> str:
 class GpuBench:
     """A GPU that measures kernels. It holds the tensors of one problem at a time, see `load`.
 
-    A step is the unit that is timed: one call of the operator, or for the weight gradients of an MLP two calls, one for
-    each weight.
+    What is timed is a step: one call of the operator, or for the weight gradients of an MLP two calls, one for each
+    weight.
 
     Attributes:
         gpu: the GPU's name.
@@ -61,7 +61,7 @@ class GpuBench:
         return num_bytes(problem, self._found) <= FREE_SHARE * (free + reserved)
 
     def load(self, problem: Problem) -> None:
-        """Allocate the tensors of a problem: several sets that calls use in turns, so that L2 does not keep them."""
+        """Allocate several sets of a problem's tensors. Calls use the sets in turns, so that L2 does not keep them."""
         self._problem, self._sets, self._offs = problem, [], {}
         copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem, self._found)), MAX_SETS)
         self._sets = [launches_of(problem, self._found, self._device, seed) for seed in range(copies)]
@@ -74,7 +74,7 @@ class GpuBench:
         return self._offs[rows, routing]
 
     def _call(self, function: Function, rows: int, routing: str) -> Call:
-        """Return a function of a number n that runs one step on tensor set n, modulo the number of sets.
+        """Return a function call(n) that runs one step on tensor set n, modulo the number of sets.
 
         Args:
             function: the kernel's function.
@@ -112,7 +112,7 @@ class GpuBench:
         return [spec for spec in functions if spec == first or all(map(_close, results(spec), wanted))]
 
     def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
-        """Return a sampler for each kernel; it returns microseconds for a step.
+        """Return, for each kernel, a sampler: a function that measures once and returns microseconds per step.
 
         Args:
             functions: the specs with their functions.

@@ -1,8 +1,8 @@
 """Choose the specs to measure for a problem: the shipped ones, and of all others the fastest in the cost model.
 
-A spec has a tile configuration (`TileConfig`) for each GEMM kernel that it launches: a grouped_mlp has two, for FC1 and
-FC2; a grouped_dglu has one, or two if the data gradient follows; a grouped_wgrad has one, which serves the gradients of
-all weights of the problem. A spec's time is the sum of the times of all these GEMMs.
+A spec has one tile configuration (`TileConfig`) for each GEMM kernel that it launches. A grouped_mlp has two, for FC1
+and FC2. A grouped_dglu has one, or two if the data gradient follows. A grouped_wgrad has one, which serves the
+gradients of all weights of the problem. A spec's time is the sum of the times of all these GEMMs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..choose.shipped import shipped_specs, spec_on
 
 DEFAULT_COUNT = 8
 ALIKE = 2
-"""Largest number of candidates that differ only in cluster and schedule, which the model distinguishes least."""
+"""Largest number of candidates that differ only in cluster and schedule: the model distinguishes those least."""
 
 Model = Callable[[Gemm, TileConfig], float]
 
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 def works(problem: Problem, arch: str) -> tuple[Work, ...]:
-    """Return, for each tile that a spec for this problem has, the GEMMs that run on that tile; order of `tiles_of`."""
+    """Return one Work for each tile that a spec for this problem has, in the order of `tiles_of`."""
     here, rows, experts, inner = policy_of(arch), problem.rows, problem.experts, problem.intermediate
     if problem.op == "grouped_wgrad":  # groups have N rows each; the contraction is ragged
         depth = max(rows // experts, 1)

@@ -62,8 +62,8 @@ def tune(
 ) -> TuneReport:
     """Measure which kernels serve a layer best on this GPU; operators use the fastest ones from then on.
 
-    Candidates are all valid tiles, clusters and schedules, pruned by the cost model; they are compiled in helper
-    processes while the GPU measures. At each number of rows all candidates compete with the shipped kernels under
+    Candidates are all valid tiles, clusters and schedules, pruned by the cost model. They are compiled in helper
+    processes while the GPU measures. At each number of rows all candidates compete with the shipped kernels, under
     uniform and under skewed routing. Another kernel is chosen only if it is faster by more than noise in a run against
     the shipped one alone. This process reads the resulting table at once, and later processes read it too. Nothing is
     ever tuned except by this function.
@@ -77,10 +77,10 @@ def tune(
         intermediate: columns of the activation. 0: the operator has none.
         out_features: columns of the result; for a grouped_wgrad, of dy: it makes [experts, out_features, in_features].
             0: for a grouped_mlp in_features, for other operators none.
-        rows_per_expert: the mean numbers of rows an expert to measure; in between, times are interpolated.
+        rows_per_expert: the mean numbers of rows an expert to measure. Times for numbers in between are interpolated.
         dtype: bfloat16 or float16.
-        activation, glu_layout, save_preact, transpose_w, out_dtype: the operator's options; save_preact: of a
-            grouped_glu, return_preact.
+        activation, glu_layout, save_preact, transpose_w, out_dtype: the operator's options. save_preact is
+            grouped_glu's return_preact.
         recipe: "bf16", or for a grouped_mlp also a weight-only recipe: "mxfp8_weight_only", "mxfp4_weight_only".
             Kernels that decode weights have few tiles, which all ship and compete.
         training: for a grouped_mlp: tune its training step (forward with preactivation, data gradients, weight
@@ -99,7 +99,8 @@ def tune(
         ValueError, TypeError: an argument does not fit, the file at `out` is not a table, or there is nothing to
             measure.
         UnsupportedDevice: there is no GPU that kernels run on.
-        BundleError, CompileError, ToolchainError (RuntimeErrors): the shipped kernel to compare with cannot be had.
+        BundleError, CompileError, ToolchainError (RuntimeErrors): the shipped kernel, with which candidates are
+            compared, cannot be loaded or compiled.
     """
     flags = {"save_preact": save_preact, "transpose_w": transpose_w, "training": training, "progress": progress}
     for name, value in flags.items():

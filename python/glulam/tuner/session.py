@@ -1,8 +1,8 @@
 """A tuning run of one problem: the order of measurements, and the decisions.
 
-At each number of rows all candidates are measured in turns under each routing. The fastest is then measured against the
-shipped kernel alone (the final), with fresh samples, since the best of many samples is biased. It is chosen only if it
-is faster than the shipped kernel by more than noise over both routings, and slower by more than noise under neither.
+At each number of rows all candidates are measured in turns under each routing. The fastest candidate then runs against
+the shipped kernel alone (the final), with fresh samples, since the best of many samples is biased. It is chosen only if
+it is faster than the shipped kernel by more than noise over both routings, and slower by more than noise under neither.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ROUNDS, FINAL_ROUNDS = (3, 15), (7, 31)  # (least, largest) number of rounds of 
 MAX_US = 50e3
 """Longest step that is measured, in microseconds.
 
-Longer steps have many tiles, so the choice for fewer rows holds for them, too; it is used up to `known.REACH` times the
-rows that were measured.
+A longer step has many tiles, so a choice that was measured for fewer rows holds for it, too. That choice is used up to
+`known.REACH` times the rows that were measured.
 """
 CHECK_ROWS = 48
-"""Rows an expert for comparing candidates' results: with skewed routing there are whole tiles and partial tiles."""
+"""Rows an expert when candidates' results are compared: with skewed routing, some fill whole tiles, some not."""
 DIGITS = 4
 
 Times = dict[str, dict[Spec, Summary]]  # by routing's name
@@ -80,8 +80,8 @@ def mean_us(times: Times, spec: Spec) -> float:
 def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
     """Choose between the shipped kernel and the challenger, from their times in the final.
 
-    The challenger is chosen if it is faster by more than noise over all routings, and under no routing slower by more
-    than noise; otherwise the shipped kernel.
+    The challenger is chosen if it is faster by more than noise over all routings, and slower by more than noise under
+    none; otherwise the shipped kernel is.
     """
     gain = mean_us(final, shipped) / mean_us(final, challenger)
     noises = [max(NOISE, of[shipped].spread, of[challenger].spread) for of in final.values()]
@@ -155,12 +155,10 @@ class Session:
         return Layer(layer_of(self.problems[0]), kernels, ascending, unfinished)
 
     def run(self, known: Collection[float], advance: Advance = lambda: None) -> Iterator[Point]:
-        """Yield a point (times and chosen kernel at one number of rows) as soon as it is decided, fewest rows first.
-
-        Numbers of rows in `known` are left out.
+        """Yield each point (times and chosen kernel at one number of rows) when it is decided, fewest rows first.
 
         Args:
-            known: numbers of rows an expert that need no measurement.
+            known: numbers of rows an expert that need no measurement; they are left out.
             advance: called after each contest; a point has one contest under each routing and a final.
 
         Raises:
@@ -220,7 +218,7 @@ class Session:
         rounds: tuple[int, int],
         advance: Advance = lambda: None,
     ) -> Times:
-        """Measure each function under each routing, in turns.
+        """Measure each function under each routing. Functions take turns within a routing.
 
         Args:
             budget_s: seconds for all routings.

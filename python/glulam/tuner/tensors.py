@@ -1,7 +1,7 @@
 """A problem's calls on random tensors, and the arguments that these calls pass to the exported functions.
 
-A step is the unit that is timed: one call of the operator, or for the weight gradients of an MLP two calls, one for
-each weight.
+What is timed is a step: one call of the operator, or for the weight gradients of an MLP two calls, one for each
+weight.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def call_with(kind: Any, **given: Any) -> Any:
 def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
     """Return the class of a step's calls, and for each call the sizes of its tensors by argument name.
 
-    A size is an int n for a matrix [T, n], None for one factor a row [T], or (N, K) for a weight [E, N, K], in the
-    layout of forward.
+    A size is an int n for a matrix [T, n], None for a vector [T] (one factor a row), or (N, K) for a weight [E, N, K],
+    in the layout of forward.
     """
     w1, w2 = (p.w1_rows, p.in_features), (p.out_features, p.intermediate)
     if p.op == "grouped_wgrad":

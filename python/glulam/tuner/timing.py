@@ -88,7 +88,8 @@ def _event() -> torch.cuda.Event:
 def device_us(call: Call, calls: int, enqueue_us: float) -> float:
     """Return the mean device time of `calls` calls in microseconds.
 
-    The calls are enqueued after a sleep of `enqueue_us` per call, so that the host's pace does not affect the time.
+    The GPU first sleeps `enqueue_us` per call while the host enqueues the calls, so that the host's pace does not
+    affect the time.
     """
     start, end = _event(), _event()
     sleep_cycles(int(calls * enqueue_us * SLEEP_CYCLES_PER_US))

@@ -61,9 +61,9 @@ def _in_float64(given: Given) -> dict[str, Any]:
 
 
 def try_out(trial: Trial, device: torch.device) -> None:
-    """Compare the GPU's results with the CPU's, check that no bytes beside them were written, and repeat the call.
+    """Run a trial: compare the GPU's results with the CPU's, and check that no bytes beside them were written.
 
-    A repeated call, and a replay from a graph if the trial has one, must give the same bits.
+    A second call, and a replay from a CUDA graph if the trial has one, must give the same bits.
 
     Raises:
         Wrong: a check failed.

@@ -28,8 +28,8 @@ def values_of_all_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 def mxfp8(spec: QuantizeMxfp8Spec, size: Size) -> Iterator[Trial]:
     """Yield trials of quantize_mxfp8.
 
-    Kernels that round to values of MXFP8 and back are part of an MLP's call, see `grouped.mlp`; kernels that quantise
-    rows of groups are part of weight gradients, see `grouped.wgrad`.
+    Two kinds of kernels are tried elsewhere: kernels that round to values of MXFP8 and back are part of an MLP's call
+    (`grouped.mlp`), and kernels that quantise rows of groups are part of weight gradients (`grouped.wgrad`).
     """
     if spec.rounded or spec.axis == BY_GROUP:
         return

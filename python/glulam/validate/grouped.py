@@ -115,8 +115,9 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
-    """Return the arguments low [T, r] and low_w of a GEMM with LoRA adapters of rank r (`ops.adapted`), which adds
-    low @ low_w_e^T; empty if the spec is not adapted.
+    """Return the arguments low [T, r] and low_w of a GEMM with LoRA adapters of rank r (`ops.adapted`).
+
+    The GEMM adds low @ low_w_e^T. Empty if the spec is not adapted.
 
     Args:
         spec: the GEMM's spec.
@@ -151,8 +152,9 @@ def _ways(
 ) -> Iterator[tuple[str, Given]]:  # fmt: skip
     """Yield variants of a trial: (description, additional arguments).
 
-    Every routing is tried with all biases and scales. The first one is also tried without any, with a bias alone, and,
-    if experts may be lists, with rows of x by index and with each expert's weights in separate memory.
+    Every routing is tried with all biases and scales. The first routing is also tried without any of them and with a
+    bias alone. If experts may be lists, the first routing is tried, too, with rows of x by index and with each expert's
+    weights in separate memory.
 
     Args:
         given: the trial's arguments.
@@ -221,9 +223,10 @@ def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
-    """Yield pairs ((activation, layout), sizes) of trials: not every combination.
+    """Yield the pairs ((activation, layout), sizes) of trials.
 
-    All pairs (activation, layout) come with the first sizes, and the first pair with all other sizes.
+    Not every combination is tried: all pairs (activation, layout) come with the first sizes, and only the first pair
+    with all other sizes.
     """
     forms = _forms(spec.activation, spec.glu_layout)
     yield from ((form, sizes[0]) for form in forms)
@@ -284,7 +287,7 @@ def _weights(
 def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
     """Yield trials of grouped_mlp.
 
-    A forward that keeps its preactivation is called as training calls it, and its result is compared; `grouped_glu`
+    A forward that keeps its preactivation is called as training calls it, and only its result is compared; `glu`
     compares the preactivation. In MXFP8 such a forward is tried as part of a training step.
     """
     fc1, dtype = spec.fc1, _dtype(spec)

@@ -1,4 +1,4 @@
-"""Canaries: all memory that a call allocates on the GPU lies between bytes that nobody may write."""
+"""Canaries: every buffer that a call allocates on the GPU gets guard bytes on both sides, which nobody may write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import Tensor
 from ..host import device as gpus
 
 CANARY = 0xFF
-"""The value of every canary byte: together a NaN in each floating dtype, and -1 as an integer."""
+"""The value of every canary byte.
+
+Read as a number, canary bytes are a NaN in each floating dtype, and -1 as an integer.
+"""
 BESIDE = 4096
 """Canary bytes before and after each tensor; a multiple of every alignment that kernels need."""
 _MAKERS: tuple[tuple[Any, str], ...] = ((Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like"))
@@ -20,10 +23,10 @@ _MAKERS: tuple[tuple[Any, str], ...] = ((Tensor, "new_empty"), (torch, "empty"),
 
 @contextlib.contextmanager
 def of_new_memory(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context in which tensors of new, unwritten memory are `change` of what torch makes.
+    """Context in which each tensor that torch allocates without writing it is replaced by `change` of that tensor.
 
-    Torch's functions are replaced for the whole process: a mode of torch would not see what autograd allocates in a
-    backward.
+    Torch's functions are replaced for the whole process, because a torch mode would not see what autograd allocates in
+    a backward.
     """
 
     def changed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Judge a result: its errors against float64, row by row, may be about twice those of torch in the result's dtype.
+"""Judge a result by its errors against float64: they may be about twice the errors of torch in the result's dtype.
 
 Errors are relative to the largest value of their row, so that a row a thousand times smaller than its neighbours counts
 as much. The largest error and the root-mean-square error may each be at most twice that of the CPU reference in the
@@ -14,7 +14,10 @@ from torch import Tensor
 ALLOWED = 2.0
 FLOOR = 1e-5
 MOST_TOLERANCE = 0.1
-"""Largest limit, relative to the error of a result of zeros: with a larger limit a comparison would prove nothing."""
+"""Largest limit, as a share of the error that a result of zeros has.
+
+With a larger limit a comparison proves nothing.
+"""
 
 
 def complaint(got: Tensor, exact: Tensor, rounded: Tensor, tolerance: float | None = None) -> str:

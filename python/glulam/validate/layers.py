@@ -68,10 +68,10 @@ def _ids(tokens: int, experts: int) -> Tensor:
 
 
 def _expert_map(experts: int) -> Tensor:
-    """Return an expert map, int32, that places experts in random order, with -1 or an invalid place for a quarter of
-    the ids.
+    """Return an expert map, int32, that places experts in random order.
 
-    It is shorter than the largest of the ids that `_ids` returns, so it also tries ids outside of the map.
+    A quarter of the ids have -1 or an invalid place. The map is shorter than the largest id that `_ids` returns, so
+    that ids outside of the map are tried, too.
     """
     count = experts + experts // 8
     places = torch.randperm(count, generator=torch.Generator().manual_seed(experts))

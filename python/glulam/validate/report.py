@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .run import FAILED, PASSED, Outcome
 
 MOST_LINES = 200
-"""Largest number of functions listed that did not pass: an issue takes at most 65536 characters."""
+"""Largest number of failed or unreached functions that the report lists: an issue takes at most 65536 characters."""
 
 
 class Machine(NamedTuple):
@@ -31,7 +31,10 @@ class Machine(NamedTuple):
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Return True if a bundle may be used: a function passed and none failed. Unreached functions serve no call."""
+    """Return True if a bundle may be used: some function passed and none failed.
+
+    Unreached functions do not count against it, since they serve no call.
+    """
     states = {outcome.state for outcome in outcomes}
     return PASSED in states and FAILED not in states
 

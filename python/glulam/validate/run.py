@@ -73,7 +73,10 @@ def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any],
 def outcomes(
     manifest: Manifest, index: int, specs: Sequence[Spec], limit_s: float = LIMIT_S, jobs: int = 1
 ) -> Iterator[Outcome]:  # fmt: skip
-    """Yield the outcomes of all functions in `specs`: first those with trials, then those that only others launch.
+    """Yield the outcomes of all functions in `specs`.
+
+    First come the functions with trials. The others are only launched by functions with trials; they pass if such a
+    function has launched them, else they are unreached.
 
     Args:
         manifest: the bundle's manifest.

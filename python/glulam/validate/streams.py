@@ -20,10 +20,11 @@ from .inputs import Size, randn
 from .trial import Given, Trial, gradients
 
 ERRORS = {torch.bfloat16: (2e-2, 5e-2), torch.float16: (5e-3, 1e-2), torch.float32: (1e-5, 1e-4)}
-"""Largest errors allowed of results and of gradients, by the narrowest dtype among a call's tensors."""
+"""Largest allowed (error of results, error of gradients), by the narrowest dtype among a call's tensors."""
 OF_PRODUCTS = (5e-3, 1e-2)
-"""Largest errors allowed of results and of gradients of projections of float32 streams: with 16-bit weights they use
-TF32.
+"""Largest allowed (error of results, error of gradients) of projections of float32 streams.
+
+With 16-bit weights they use TF32.
 """
 _CALLS: dict[str, Callable[..., Any]] = {
     "sinkhorn": mhc.sinkhorn, "aggregate": mhc.aggregate, "post_mix": mhc.post_mix, "project": mhc.project,
@@ -95,7 +96,7 @@ def _upstream(place: int, result: Tensor) -> Tensor:
 
 
 def _joined(made: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients; one-element gradients are appended to the last other gradient, the bias's.
+    """Append gradients of one element to the last larger gradient, which is the bias's; return the gradients.
 
     A one-element gradient is a sum over tokens and may be near zero, so an error relative to itself would say nothing.
     """
@@ -107,9 +108,9 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _in_mxfp8(given: Given, block: Block, return_x: bool) -> list[Tensor]:
-    """Return the results of `mhc.boundary` with x in MXFP8, but instead of x's bytes 1.0 or 0.0 for each byte.
+    """Return the results of `mhc.boundary` with x in MXFP8; x's bytes are replaced by 1.0 or 0.0 each.
 
-    1.0: the byte equals the one of x quantised separately.
+    1.0: the byte equals the byte that a separate quantisation of x gives.
     """
     tensors = list(given.values())
     wanted = mhc.boundary(*tensors)

@@ -22,9 +22,9 @@ Formed = Iterable[tuple[tuple[str, str], tuple[Routing, int, int]]]
 
 
 def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
-    """Yield trials of a training step of grouped_mlp, which compare its result and gradients.
+    """Yield trials of a training step of grouped_mlp. Each compares the step's result and its gradients.
 
-    The gradient compared is x's or, for a grouped_dglu that does not compute dx, the weights'.
+    The compared gradient is that of x. For a grouped_dglu that does not compute dx, it is that of the weights.
 
     Args:
         spec: the spec of the function that is tried.

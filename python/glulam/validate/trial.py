@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Given = Mapping[str, Any]
-"""Tensors, or formats made of tensors, by name."""
+"""Arguments by name: tensors, or quantised tensors (formats made of several tensors)."""
 
 
 class Trial(NamedTuple):
