@@ -1,3 +1,4 @@
-"""Helpers that tests share: routings, inputs that expose mistakes, a float64 oracle, a pass criterion, a stand-in for a
-GPU.
+"""Helpers that tests share.
+
+They are routings, inputs that expose mistakes, a float64 oracle, a pass criterion, and a stand-in for a GPU.
 """

@@ -1,8 +1,8 @@
-"""Calls whose results depend on the order in which their sums are added, for each problem of `glulam.contract` and each
-form that ships.
+"""Calls whose results depend on the order in which their sums are added, for tests of batch invariance.
 
-The two halves of every contraction cancel, so a result is only what rounding left of its sums; another order of
-addition leaves other bits in nearly all results. Values span several binades, so that sums are inexact in FP8, too.
+There is a call for each problem of `glulam.contract` and each form that ships. The two halves of every contraction
+cancel, so a result is only what rounding left of its sums; another order of addition leaves other bits in nearly all
+results. Values span several binades, so that sums are inexact in FP8, too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from glulam.ops.quantized_weights import FORMS
 from glulam.recipes import BF16, RECIPES
 
 BINADES, OF_BLOCKS = 3, {128: 12, 32: 4}
-"""Bounds of the random exponents of two: of single values, and of blocks, by the number of elements that share a scale
-(128 in rows, 32 in weights). Weights whose blocks differed more could not be folded for recipe "mxfp8".
+"""Bounds of the random exponents of two: for single values, and for blocks.
+
+OF_BLOCKS is by the number of elements that share a scale (128 in rows, 32 in weights). If the blocks of weights
+differed more, the weights could not be folded for recipe "mxfp8".
 """
 RANK = 32
-"""Rank of adapters: the contracted depth of two MMA instructions, whose products cancel."""
+"""Rank of adapters.
+
+It is the contracted depth of two MMA instructions, so that the products of one cancel the other's.
+"""
 
 
 def values(*shape: int, seed: int) -> Tensor:
@@ -39,8 +44,9 @@ def values(*shape: int, seed: int) -> Tensor:
 
 
 def _halves(*shape: int, seed: int, block: int) -> Tensor:
-    """Return half of a contraction, along the last dimension; scales differ from block to block, as values do within a
-    block.
+    """Return half of a contraction, along the last dimension.
+
+    Scales differ from block to block, and values within a block.
     """
     *outer, depth = shape
     generator, most = torch.Generator().manual_seed(seed), OF_BLOCKS[block]
@@ -69,8 +75,9 @@ def weights_of(experts: int, rows: int, depth: int, seed: int) -> Tensor:
 
 
 def gated_weights_of(experts: int, width: int, depth: int, seed: int) -> Tensor:
-    """Return w1 [experts, 2 width, depth], layout "concat", with which the activation has two equal halves of
-    columns.
+    """Return w1 [experts, 2 width, depth] in layout "concat".
+
+    The activation then has two equal halves of columns.
     """
     gate, up = (weights_of(experts, width // 2, depth, seed=seed + place) for place in range(2))
     return torch.cat((gate, gate, up, up), dim=1)
@@ -81,7 +88,10 @@ def offs_of(sizes: Sequence[int]) -> Tensor:
 
 
 def tensors_of(problem: Problem, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Return the tensor arguments of a problem's call, with 16-bit weights [E, N, K]. sizes: the rows of each group."""
+    """Return the tensor arguments of a problem's call, with 16-bit weights [E, N, K].
+
+    sizes: the number of rows of each group.
+    """
     given = _tensors_of(problem, sizes)
     if problem.adapted:
         width = problem.w1_rows if problem.op == "grouped_glu" else problem.out_features or problem.intermediate
@@ -109,7 +119,7 @@ def _tensors_of(problem: Problem, sizes: Sequence[int]) -> dict[str, Tensor]:
 
 
 def laid_out(problem: Problem, given: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments with weights as the problem has them: quantised, transposed, in halves."""
+    """Return the arguments with weights as the problem takes them: quantised, transposed or in halves."""
     found: dict[str, Any] = dict(given)
     if problem.op == "grouped_dglu":  # the weight is forward's, [E, K, N]
         problem = changed(problem, transpose_w=not problem.transpose_w)
@@ -132,11 +142,11 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "grouped_glu": (glulam.grouped_glu, adapted_glu),
     "grouped_dglu": (glulam.grouped_dglu, adapted_dglu),
 }
-"""For each operator that has one with adapters: the operator, and the operator with adapters."""
+"""For each operator that also exists with adapters: (the operator, the operator with adapters)."""
 
 
 def call(problem: Problem, given: dict[str, Any], offs: Tensor) -> Tensor:
-    """Return the result of the operator of a problem; the first one that its GEMM makes."""
+    """Call a problem's operator and return its result; of several results, the first one that its GEMM makes."""
     if problem.op == "grouped_wgrad":
         return glulam.grouped_wgrad(**given, offs=offs, out_dtype=getattr(torch, problem.out_dtype))
     if problem.op != "grouped_mlp":
@@ -160,8 +170,9 @@ def recipe_of(problem: Problem) -> str:
 
 
 def problems_of(arch: str, **widths: int) -> list[Problem]:
-    """Return every problem of the contract for which an architecture has several tiles, with and without saved
-    preactivation.
+    """Return every problem of the contract for which an architecture has several tiles.
+
+    Problems with and without a saved preactivation count separately.
     """
     found: dict[Problem, None] = {}
     for op, recipe in itertools.product(contract.VARIANTS, RECIPES.values()):

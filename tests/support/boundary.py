@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 SLACK = 5e-5
-"""Additional error allowed for float32 results, which torch's own arithmetic may not have: a GPU's exp and reciprocals
-are approximations, the projection is a sum of products of 16-bit parts, and some sums over tokens cancel.
+"""Error allowed for float32 results in addition to the error of torch's own arithmetic.
+
+Reasons: a GPU's exp and reciprocals are approximations, the projection is a sum of products of 16-bit parts, and some
+sums over tokens cancel.
 """
 
 
@@ -61,7 +63,10 @@ def oracle(
 
 
 def of_all_kinds(width: int, streams: torch.dtype, tokens: int = 7) -> list[Any]:
-    """Return arguments with a NaN in token 0, an Inf in token 1, only zeros in token 2, and a NaN in norm_weight."""
+    """Return arguments with special values.
+
+    Token 0 has a NaN, token 1 an Inf, token 2 only zeros; norm_weight has a NaN.
+    """
     arguments = given((tokens,), width, dtype=torch.float32, streams=streams)
     y, stream, *_, norm_weight = arguments
     y[0, 3], y[1, width - 1] = math.nan, math.inf

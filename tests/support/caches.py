@@ -43,8 +43,9 @@ def _of_module(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def caches() -> set[str]:
-    """Return the names of all objects that the library keeps from call to call, such as
-    "glulam.host.plans._all_plans".
+    """Return the names of all objects that the library keeps from call to call.
+
+    For example "glulam.host.plans._all_plans".
     """
     found = set()
     for folder, root in FOLDERS.items():

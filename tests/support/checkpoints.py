@@ -1,4 +1,4 @@
-"""Synthetic checkpoints of quantised experts, by the definition of each format, and their values in float64.
+"""Synthetic checkpoints of quantised experts, made by the definition of each format, and their values in float64.
 
 No code under test is used: elements and scales are random codes, and values are computed from the codes.
 """
@@ -85,7 +85,7 @@ QWEN, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 class Kind(NamedTuple):
     """A family of checkpoints: names of tensors, and the format of weights.
 
-    `recipe` multiplies 16-bit rows by weights in this format.
+    `recipe`: the recipe that multiplies 16-bit rows by weights in this format.
     """
 
     prefix: str
@@ -129,7 +129,7 @@ KINDS = {
 
 
 class Checkpoint(NamedTuple):
-    """Tensors by name, and their values in float64: w1 [E, 2I, H], gate rows first, and w2 [E, H, I]."""
+    """Tensors by name, and the values of both weights in float64: w1 [E, 2I, H], gate rows first, and w2 [E, H, I]."""
 
     state: dict[str, Tensor]
     prefix: str

@@ -1,4 +1,4 @@
-"""Access to the plugins of serving engines, by the engine's package name, and to the engines if they are installed."""
+"""Access to the plugins of serving engines (by the engine's package name) and, if installed, to the engines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def check_needs_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_entry_point(engine: str, group: str) -> None:
-    """Check that a plugin's package declares the entry point in this group, through which the engine finds it."""
+    """Check that a plugin's package declares the entry point through which the engine finds it.
+
+    group: the entry point's group.
+    """
     tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
     project = tomllib.loads((folder_of(engine) / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == {group: {"glulam": f"glulam_{engine}:register"}}

@@ -1,4 +1,4 @@
-"""Rounding by rational numbers: a slow, independent definition with which the emulator's arithmetic is compared."""
+"""Rounding by rational numbers: a slow, independent definition, to which the emulator's arithmetic is compared."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Form:
-    """A binary float format: fraction bits, lowest exponent of normal numbers, largest finite number, and if it has
-    infinities.
+    """A binary float format.
+
+    Its fields: the number of fraction bits, the lowest exponent of normal numbers, the largest finite number, and
+    whether it has infinities.
     """
 
     fraction: int
@@ -81,7 +83,7 @@ SPECIAL = np.array(
 
 
 def floats(seed: int, count: int = 512) -> np.ndarray:
-    """Return random finite float32 numbers, uniform over bit patterns, that include those of SPECIAL."""
+    """Return random finite float32 numbers, uniform over bit patterns; those of SPECIAL are among them."""
     bits = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
     values = bits.view(np.float32)
     values = np.where(np.isfinite(values), values, np.float32(1))

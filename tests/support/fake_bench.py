@@ -1,4 +1,7 @@
-"""A tuner bench with made-up times and a clock that only they advance: tuning runs take milliseconds on a CPU."""
+"""A tuner bench with made-up times.
+
+Its clock advances only by these times, so that tuning takes milliseconds on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,9 @@ class FakeBench:
 
 @dataclasses.dataclass
 class FakeMakes:
-    """Stand-in for `tuner.pool.CompilePool`: every kernel is compiled at once, except those for which `fails` returns
-    True.
+    """Stand-in for `tuner.pool.CompilePool` that compiles every kernel at once.
+
+    `fails`: function that returns True for specs that do not compile.
     """
 
     fails: Callable[[Spec], bool] = lambda spec: False

@@ -36,8 +36,9 @@ class Rows:
 
 
 def weights(c: Any, layout: str, is_decoded: bool) -> list[Tensor]:
-    """Return the values of a launch's weights, one tensor for each expert. layout: the gate layout of a gated w1; "":
-    other weights.
+    """Return the values of a launch's weights, one tensor for each expert.
+
+    layout: the gate layout of a gated w1; "" for other weights.
     """
     experts, rows, k = c.w.shape
     grid = int(fp8_block.grid_rows(rows, layout).max()) + 1

@@ -1,5 +1,4 @@
-"""A fake GPU on the CPU: the whole host path runs on CPU tensors; instead of kernels, Python functions read their
-arguments.
+"""A fake GPU on the CPU: the whole host path runs on CPU tensors, and Python functions take the place of kernels.
 
 `install` sends CPU tensors to these functions. Each takes exactly the arguments of the compiled function: tensors,
 addresses and numbers, bound to names by its signature. It makes TVM-FFI's checks, reads group sizes, tables, biases and
@@ -118,8 +117,9 @@ def _check_tensor(argument: Argument, tensor: Tensor) -> None:
 
 
 def _check_arguments(signature: Signature, named: dict[str, Any]) -> None:
-    """Make the checks of a compiled stage: dtypes, strides, divisibility, and equal sizes of dimensions with equal
-    names.
+    """Make the checks of a compiled stage.
+
+    They are dtypes, strides, divisibility, and that dimensions with equal names have equal sizes.
     """
     divisors, sizes = dict(signature.divisors), {}
     for argument in signature.arguments:
@@ -176,8 +176,9 @@ FP8_ROWS: dict[str, Any] = {
 
 
 def _weights_of(spec: Spec, c: Any, layout: str = "") -> list[Tensor]:
-    """Return the values of a launch's weights, one tensor for each expert. layout: the gate layout of a gated w1; "":
-    others.
+    """Return the values of a launch's weights, one tensor for each expert.
+
+    layout: the gate layout of a gated w1; "" for other weights.
     """
     if spec.operands == "16bit":
         weights = _weights(c.w, c.w_table, c.num_groups)
@@ -213,8 +214,9 @@ def _with_low(spec: Spec, c: Any, weights: list[Tensor]) -> list[Tensor]:
 
 
 def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:
-    """Return x[rows] for `count` int32 indices at address `at`; rows from `used` on are NaN, since they must not be
-    read.
+    """Return x[rows] for `count` int32 indices at address `at`.
+
+    Rows from `used` on are NaN, since they must not be read.
     """
     rows = x[read(at, count, dtype=torch.int32).clamp(0, len(x) - 1).long()]
     rows[used:] = torch.nan
@@ -272,7 +274,7 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
 
 
 def _dglu(spec: DgluSpec, c: Any) -> None:
-    """Compute a grouped_dglu. d_row_scale is left as partial sums: the whole sum in the first, zeros in the others."""
+    """Compute a grouped_dglu. d_row_scale is left as partial sums: the first is the whole sum, the others are zeros."""
     rows, width = c.act.shape
     ends = _sizes(spec, c, rows)
     weights = _weights_of(spec, c)
@@ -375,10 +377,13 @@ def _work(spec: Spec) -> str:
 
 @dataclasses.dataclass
 class FakeGpu:
-    """Record of the host path's work: the requested specs in order, and for each accepted call its arguments and
-    kernels.
+    """Record of the host path's work.
 
-    `launches`: arguments by name. `work`: short names of operators; "glu, mm" is one call with two launches.
+    Attributes:
+        specs: the requested specs, in order.
+        launches: for each accepted call, its arguments by name.
+        work: for each accepted call, the short names of its kernels' operators; "glu, mm" is one call with two
+            launches.
     """
 
     specs: list[Spec] = dataclasses.field(default_factory=list)
@@ -414,8 +419,9 @@ def reference() -> Iterator[None]:
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeGpu:
-    """Send CPU tensors to a fake GPU until `patch` is undone. Group sizes on the host then look like those on the
-    device.
+    """Send CPU tensors to a fake GPU until `patch` is undone.
+
+    Group sizes on the host then look like group sizes on the device.
     """
     fake = FakeGpu()
     of_gpus = device.cuda_index

@@ -1,7 +1,7 @@
 """The fake GPU's functions of a layer, such as route and combine; see `support.fake_gpu`.
 
 Each takes addresses and numbers by name, reads memory by address and computes with the reference. If tokens are split
-into chunks, `choose` and `count` write each chunk's counts, and `place` checks that they are there.
+into chunks, `choose` and `count` write each chunk's counts to the workspace, and `place` checks that they are there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _ids(at: Any) -> Tensor:
 
 
 def _leave_rows(at: Any, made: Any) -> None:
-    """Write a routing's results, but leave entries of rows that no choice has unchanged."""
+    """Write a routing's results, except the entries of rows that no choice has."""
     t = at.tokens * at.k
     offs, token_of_row, row_of, weight_of_row = made
     end = int(offs[-1])
@@ -135,9 +135,7 @@ def _combine(spec: LayerSpec, at: Any) -> None:
 
 
 def _function_of(at: Any) -> tuple[str, str, Any]:
-    """Return a call's activation, its gate layout, and the packed constants of all activations, as operators take
-    them.
-    """
+    """Return a call's activation, its gate layout, and the packed constants of all activations, for `gate_rows`."""
     name = ACTIVATIONS[at.kind]
     own = oracle.params_of(name, [getattr(at, argument.name) for argument in PARAMS])
     return name, GLU_LAYOUTS[at.glu_layout], packed(own)["numbers"]
@@ -178,7 +176,7 @@ OF_RANKS: dict[str, Callable[[LayerSpec, Any], None]] = {
     "send_tokens": fake_ranks.send_tokens,
     "send_sums": fake_ranks.send_sums,
 }
-"""Kernels in which a rank takes part even without tokens."""
+"""Kernels that send rows to other ranks. A rank takes part in them even without tokens."""
 
 
 def run(spec: LayerSpec, at: Any) -> None:

@@ -1,7 +1,7 @@
 """The fake GPU's functions of hyper-connections; see `support.fake_gpu`.
 
-Each takes addresses and numbers by name, reads memory by address and computes with the reference. Workspaces are filled
-with NaN over the length that the kernel would use.
+Each takes addresses and numbers by name, reads memory by address and computes with the reference. The part of the
+workspace that the kernel would use is filled with NaN.
 """
 
 from __future__ import annotations

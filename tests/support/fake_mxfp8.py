@@ -1,7 +1,7 @@
 """Reads and writes MXFP8 tensors in the memory of the fake GPU (`support.fake_gpu`).
 
-Functions pass quantised x and activation through the memory that the call gives them, so that overlapping or too small
-buffers give wrong results.
+Functions pass quantised x and activation on through the memory that the call gives them. So buffers that overlap or are
+too small give wrong results.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Rows:
         self.data.view(torch.uint8)[:rows], self.scales[:rows] = data, scales
 
     def read(self, rows: int) -> Tensor:
-        """Return the values; rows from `rows` on are zeros. The four scales of 128 elements must be equal: kernels read
-        the first.
+        """Return the values; rows from `rows` on are zeros.
+
+        The four scales of 128 elements must be equal, since kernels read only the first.
         """
         for first in range(0, self.scales.shape[1], 4):
             four = self.scales[:rows, first : first + 4]
@@ -59,8 +60,9 @@ def blocked(w: Tensor, scale: int) -> list[Tensor]:
 
 
 def words(w: Tensor, scale: int) -> list[Tensor]:
-    """Return the values of each expert's MXFP4 weights, stored as words of eight elements, with one scale for 32
-    elements.
+    """Return the values of each expert's MXFP4 weights, stored as words of eight elements.
+
+    There is one scale for 32 elements.
     """
     experts, rows, count = w.shape
     scales = read(scale, experts, rows, count // 4, dtype=torch.uint8)
@@ -70,8 +72,8 @@ def words(w: Tensor, scale: int) -> list[Tensor]:
 def rebased(c: Any) -> list[Tensor]:
     """Return the values of each expert's MXFP4 weights as FP8 MMAs multiply them.
 
-    An element times the ratio of its block's scale to its row's power of two is an E4M3 number; the power of two
-    multiplies the sum.
+    A row has one power of two, which multiplies the sum. An element is multiplied by the ratio of its block's scale to
+    that power; the product must be an E4M3 number.
     """
     experts, rows, count = c.w.shape
     scales = read(c.w_scale, experts, rows, count // 4, dtype=torch.uint8)

@@ -12,8 +12,9 @@ from .memory import read
 
 
 def words(c: Any) -> list[Tensor]:
-    """Return the values of a launch's weights: words of eight elements, an E4M3 scale for 16 elements, and global
-    scales.
+    """Return the values of a launch's weights.
+
+    Elements are stored as words of eight, with an E4M3 scale for 16 elements, and global scales.
     """
     experts, rows, count = c.w.shape
     assert c.w_scale % 2 == 0

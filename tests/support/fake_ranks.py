@@ -43,7 +43,10 @@ def _signed(number: int) -> int:
 
 
 class _Operation:
-    """One rank's dispatch or combine. `phase`: an entry of PHASES; `at`: the kernel's arguments by name."""
+    """One rank's part in a dispatch or a combine.
+
+    `phase`: an entry of PHASES; `at`: the kernel's arguments by name.
+    """
 
     def __init__(self, at: Any, phase: str) -> None:
         self.at, self.phase = at, PHASES.index(phase)
@@ -73,8 +76,9 @@ class _Operation:
         return [_signed((word >> low << low) - self._stamp(kind)) for word in words]
 
     def begin(self) -> None:
-        """Wait until all ranks have entered, unless dispatches and combines alternate, which proves that buffers are
-        free.
+        """Wait until all ranks have entered.
+
+        There is no wait if dispatches and combines alternate, since that proves that buffers are free.
         """
         if not self.has_credit:
             self.publish("enter", 0)
@@ -142,8 +146,9 @@ class _Operation:
 
 
 def _is_there(at: Any) -> Tensor:
-    """Return bool [N, W]: True if the rank has an expert of the token. Also write the table of places for what comes
-    back.
+    """Return bool [N, W]: True if the rank has an expert of the token.
+
+    Also write the tables of the places at which sums and weight gradients will come back.
     """
     sum_rows = memory(at.sum_rows, at.tokens, at.world, dtype=I32)
     if not at.weights:
@@ -161,9 +166,7 @@ def _is_there(at: Any) -> Tensor:
 
 
 def _parts_of_rows(at: Any, dtype: torch.dtype) -> list[tuple[str, int, int, torch.dtype]]:
-    """Return the parts of a token's row: for each the window's region, the address for token 0, the width and the
-    dtype.
-    """
+    """Return the parts of a token's row as (the window's region, the address for token 0, the width, the dtype)."""
     if STATUSES[at.status] != "MXFP8 rows":
         return [("rows", at.x, at.width, dtype)]
     assert at.width % 128 == 0 and at.x % 16 == 0 and at.x_scale % 4 == 0
@@ -171,7 +174,7 @@ def _parts_of_rows(at: Any, dtype: torch.dtype) -> list[tuple[str, int, int, tor
 
 
 def _store_tokens(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
-    """Store the table of choices to all ranks, -1 after the last token, and tokens to the ranks of their experts."""
+    """Store the table of choices to all ranks (-1 after the last token), and each token to the ranks of its experts."""
     if at.weights or not at.tokens:
         for rank in range(at.world):
             operation.region("ids", rank, at.world, at.most, at.k, dtype=I32)[at.rank] = -1
@@ -204,7 +207,10 @@ def send_tokens(spec: LayerSpec, at: Any) -> None:
 
 
 def _sums(at: Any, rows: slice, row_of: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sums [n, H] for the tokens of these rows of the window. row_of: the rows of their choices."""
+    """Return the sums [n, H] for the tokens in the given rows of the window.
+
+    row_of: the rows of these tokens' choices.
+    """
     places = at.world * at.most
     if at.is_summed:
         return memory(at.y, places, at.width, dtype=dtype)[rows]
@@ -213,8 +219,10 @@ def _sums(at: Any, rows: slice, row_of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store_sums(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
-    """For each received token that has rows on this rank, store the sum of its rows into the window of the rank it came
-    from; also its weight gradients if given.
+    """Send back the sum of each received token's rows on this rank, if it has any.
+
+    The sum goes into the window of the rank that the token came from; if weight gradients are given, they go there,
+    too.
     """
     counts = memory(at.handle, 1 + at.world, dtype=I64)[1:].tolist()
     every = memory(at.row_of, at.world, at.most, at.k, dtype=I32)

@@ -1,5 +1,6 @@
-"""Injection of faults at every place where the host path allocates memory or launches; a first run counts the
-places.
+"""Injection of faults at every place where the host path allocates memory or launches.
+
+A first run counts the places; each later run fails at one of them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def _storages(value: Any) -> set[int]:
 
 
 PACKAGE = "/glulam/"
-"""Parts of the names of the library's files and of files that it generates."""
+"""Part of the path of every file of the library, by which a stack frame is recognised as library code."""
 
 
 def _line() -> str:
-    """Return the line of the library that is running; "" if only test code is."""
+    """Return the line of the library that is running; "" if only test code is running."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -98,9 +99,7 @@ class Launches:
 
 @contextlib.contextmanager
 def inline() -> Iterator[None]:
-    """Context in which kept memory is allocated on the calling thread, so that these calls of torch are counted,
-    too.
-    """
+    """Context in which kept memory is allocated on the calling thread, so that `Memory` counts it, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "on_own_thread", lambda make: make())
         yield

@@ -25,7 +25,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 @pytest.fixture
 def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Fake GPU that is an A100; no preferences are known."""
+    """Fake GPU that is an A100. No preferred kernels are known."""
     monkeypatch.setattr(device, "gpu", lambda _: device.Gpu("fake", "sm_80", SM_COUNT))
     known.forget()
     yield fake_gpu
@@ -34,7 +34,7 @@ def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu
 
 @pytest.fixture
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Path of the only tuned table, on a machine with an empty cache.
+    """A machine with an empty cache; the fixture's value is the path of its only tuned table.
 
     Every kernel counts as loadable; opening a library fails the test.
     """

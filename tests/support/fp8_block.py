@@ -1,7 +1,7 @@
 """FP8 with block scales by its definition, in float64, without any code under test.
 
-A weight's element w[e, n, k] is data[e, n, k] * scale[e, g, k // 128]. In a gated w1 of layout "concat" each half of I
-rows has its own grid of ceil(I / 128) rows; otherwise g is n // 128.
+A weight's element w[e, n, k] is data[e, n, k] * scale[e, g, k // 128], where g is the row of the scale grid. Usually g
+is n // 128. In a gated w1 of layout "concat" each half of I rows has its own grid of ceil(I / 128) rows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def halves(rows: int, layout: str) -> tuple[Tensor, Tensor]:
 
 
 class Weights(NamedTuple):
-    """Quantised weights: data E4M3 [E, N, K]; scale float32 [E, grid rows, ceil(K / 128)]; layout: of a gated w1, or
-    "".
+    """Quantised weights: data E4M3 [E, N, K], and scale float32 [E, grid rows, ceil(K / 128)].
+
+    layout: the layout of a gated w1; "" for other weights.
     """
 
     data: Tensor

@@ -20,7 +20,7 @@ from .criterion import assert_close
 from .inputs import Case, gradient
 
 LIMIT = 1e4
-"""Clamp limit of activations, too large to be reached: a rounding error could move a value across a smaller one."""
+"""Clamp limit of activations, too large to be reached. Rounding could move a value across a limit within its range."""
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
 BF16 = torch.bfloat16
 ADDENDS = ("b1", "b2", "row_scale")
@@ -42,8 +42,9 @@ def in_halves(w1: NVFP4Tensor) -> NVFP4Tensor:
 
 
 def exact_values(w: Any) -> Tensor:
-    """Return a quantised weight's values as kernels multiply them, in float64; those of FP8 blocks are rounded to
-    bfloat16.
+    """Return a quantised weight's values in float64, as kernels multiply them.
+
+    The values of FP8 blocks are rounded to bfloat16, since kernels round them, too.
     """
     if isinstance(w, glulam.FP8BlockTensor):
         return w.dequantize(BF16).double()
@@ -99,7 +100,7 @@ def run_mlp(
     """Run forward and backward of grouped_mlp.
 
     Returns:
-        The leaves with their gradients; the incoming gradient, whose rows after the last group are NaN.
+        The leaves, which have their gradients; the incoming gradient, whose rows after the last group are NaN.
     """
     given, dy = leaves(c), gradient(c)
     with torch.enable_grad():

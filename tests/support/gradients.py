@@ -33,9 +33,7 @@ def transposed_leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Te
 
 
 def transposed_back(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients of `transposed_leaves` with the weights' gradients transposed to the layout of
-    `check_gradients`.
-    """
+    """Transpose the weights' gradients of `transposed_leaves` back to the layout that `check_gradients` expects."""
     return {name: value.mT if name in ("w1", "w2") else value for name, value in gradients.items()}
 
 
@@ -72,8 +70,8 @@ def oracle_gradients(c: Case, dy: Tensor, dtype: torch.dtype, form: tuple[str, s
 def _mlp(given: dict[str, Tensor], c: Case, form: tuple[str, str], dtype: torch.dtype) -> Tensor:
     """Compute the MLP with h replaced by the 16-bit preactivation that a forward saves.
 
-    Derivatives jump at clamps and at relu's kink, where rounding decides on which side a value lies, so all
-    computations must use the same rounded h.
+    All computations must use the same rounded h: derivatives jump at clamps and at relu's kink, and rounding decides on
+    which side a value lies.
     """
     h = oracle.grouped_mm(given["x"], given["w1"], c.ends, bias=given["b1"], dtype=dtype)
     with torch.no_grad():

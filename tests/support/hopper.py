@@ -1,4 +1,4 @@
-"""Recipes that the fake GPU, a Hopper, supports."""
+"""The recipes that the fake GPU supports, which is a Hopper."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Inputs that expose mistakes: every row, expert and block of K has another scale; rows after the last group are
-NaN.
+"""Inputs that expose mistakes.
+
+Every row, expert and block of K has another scale; rows after the last group are NaN.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ def _powers(count: int, spread: int, step: int, device: str) -> Tensor:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Return random [rows, columns]; scales differ over rows (2^-3 .. 2) and over blocks of K_BLOCK columns (2^-1 ..
-    2).
+    """Return a random matrix [rows, columns].
 
-    float16 bounds the range: squared, weighted and summed twice, the largest value must stay below 65504.
+    Scales differ over rows (2^-3 .. 2) and over blocks of K_BLOCK columns (2^-1 .. 2). float16 bounds the range:
+    squared, weighted and summed twice, the largest value must stay below 65504.
     """
     values = _normal((rows, columns), device, seed)
     by_block = _powers(-(-columns // K_BLOCK), 1, 2, device).repeat_interleave(K_BLOCK)[:columns]
@@ -35,8 +36,9 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) 
 
 
 def experts(count: int, rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Return random weights [count, rows, columns] / sqrt(columns); each expert has another scale than its neighbours
-    (2^-1 .. 2).
+    """Return random weights [count, rows, columns] / sqrt(columns).
+
+    Each expert has another scale than its neighbours (2^-1 .. 2).
     """
     values = _normal((count, rows, columns), device, seed) / math.sqrt(columns)
     return (values * _powers(count, 1, 2, device)[:, None, None]).to(dtype)

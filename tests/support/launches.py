@@ -17,8 +17,9 @@ def sm_count() -> int:
 
 
 def launch(spec: Spec, **given: Any) -> None:
-    """Call a spec's function. Tensors given for address arguments are passed as addresses, None as 0; num_sms is the
-    GPU's.
+    """Call a spec's function with arguments by name.
+
+    An address argument may be a tensor, whose address is passed, or None, for which 0 is passed. num_sms is the GPU's.
     """
     signature, named = signature_of(spec), dict(given)
     if "num_sms" in signature.names:

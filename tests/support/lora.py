@@ -1,5 +1,6 @@
-"""Adapters of experts, and expected results: in float64 by weights with merged adapters, in torch by separate
-products.
+"""Adapters of experts, and expected results of calls with them.
+
+In float64 the adapters are merged into the weights; in torch's own dtype the low-rank products are separate.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def adapter(given: Leaves) -> glulam.ExpertLora:
 
 
 def trained(c: Case, rank: int, layers: str = "12", addends: tuple[str, ...] = ("b1", "b2", "row_scale")) -> Leaves:
-    """Return leaves that require gradients: x, the adapter matrices and the addends; biases are named bias1 and
-    bias2.
+    """Return leaves that require gradients: x, the adapter matrices and the addends.
+
+    Biases are named bias1 and bias2, since b1 and b2 are adapter matrices.
     """
     scale = c.row_scale.to(torch.promote_types(c.x.dtype, torch.float32))
     found = {"x": c.x, **matrices(c, rank, layers)}
@@ -90,7 +92,7 @@ def apart(c: Case, given: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str])
 def expected(
     formula: Any, c: Case, leaves: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str], dy: Tensor, dtype: Any
 ) -> tuple[Tensor, Leaves]:  # fmt: skip
-    """Return the result of the rows in groups, and the gradients of all leaves, by a formula in `dtype`.
+    """Return the result for the rows in groups, and the gradients of all leaves, computed in `dtype`.
 
     Args:
         formula: `merged` or `apart`.

@@ -18,7 +18,7 @@ def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the CUDA functions that Megatron calls by functions of the CPU.
 
-    Its dispatcher converts numbers of rows on a GPU to arrays.
+    Also replaced is its dispatcher's conversion of row counts on a GPU to arrays.
     """
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

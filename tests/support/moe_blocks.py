@@ -21,8 +21,9 @@ HIDDEN, INTER, SHARED, EXPERTS = 24, 32, 64, 8
 class Family(NamedTuple):
     """A family of models.
 
-    `options`: options of the equivalent `nn.MoE`. `gate`: key of the router's weight. `expert(state, e, x)`: function
-    that computes rows of expert e.
+    `options`: options of the equivalent `nn.MoE`. `shapes`: function that returns the shapes of the state dict. `gate`:
+    key of the router's weight. `expert(state, e, x)`: function that computes rows of expert e. `shared(state, x)`:
+    function that computes the shared expert; None: the block has none.
     """
 
     options: dict[str, Any]

@@ -34,8 +34,9 @@ def values(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def bytes_of_word(word: int) -> list[int]:
-    """Return the four checkpoint bytes in a kernel's word, read from the bits of the bfloat16 numbers that it decodes
-    to.
+    """Return the four checkpoint bytes that a kernel's word holds.
+
+    They are read from the bits of the bfloat16 numbers to which the kernel decodes the word.
     """
     turned = (word << 10 | word >> 22) & WORD
     pairs = word, word << 4 & WORD, word >> 4 ^ turned, word >> 4 ^ (word << 6 & WORD)

@@ -19,9 +19,10 @@ NAN, INF_SCALE, NAN_SCALE = 0x7F, 0xFE, 0xFF
 
 
 class Quantized(NamedTuple):
-    """One quantised copy of a matrix as bytes: data [T, K]; scales [outer, blocks]; the axis of blocks.
+    """One quantised copy of a matrix as bytes: data [T, K], and scales [outer, blocks].
 
-    `rows`: number of rows of data, and of plain scales, that the quantiser writes.
+    `axis`: the axis along which blocks lie. `rows`: number of rows of data, and of plain scales, that the quantiser
+    writes.
     """
 
     data: Tensor

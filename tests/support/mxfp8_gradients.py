@@ -1,7 +1,7 @@
 """Gradients of a grouped_mlp in MXFP8 by their definition, in float64, and a check of other gradients against them.
 
-Data path: dy in MXFP8 is multiplied by w2 folded along its columns; the stored gradient of h is quantised again, and
-multiplied by w1 folded along its columns. Weight gradients multiply the tensors stored in 16 bits.
+Data path: dy in MXFP8 is multiplied by w2 folded along its columns. The gradient of h is stored in 16 bits, quantised
+again, and multiplied by w1 folded along its columns. Weight gradients multiply the tensors stored in 16 bits.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ def special_blocks(dtype: torch.dtype) -> Tensor:
 
 
 def padded_buffer(sizes: list[int], tail: int, columns: int = 96) -> tuple[Tensor, list[int]]:
-    """Return a buffer whose groups begin at multiples of 128 rows, with NaN between and after them, and the groups'
-    ends.
+    """Return (a buffer whose groups begin at multiples of 128 rows, the groups' ends).
+
+    Rows between and after the groups are NaN.
     """
     ends: list[int] = []
     for size in sizes:
@@ -62,8 +63,9 @@ def padded_buffer(sizes: list[int], tail: int, columns: int = 96) -> tuple[Tenso
 
 
 def folding_cases(n: int = 64, k: int = 96) -> list[Tensor]:
-    """Return finite weights [E, n, k] of every dtype with a massive channel, a huge row, zeros, subnormals, and a wide
-    spread.
+    """Return finite weights [E, n, k] of every dtype that are hard to fold.
+
+    Among them are a massive channel, a huge row, zeros, subnormals, and a wide spread.
     """
     generator = torch.Generator().manual_seed(11)
     w = torch.randn(3, n, k, generator=generator) * 0.05

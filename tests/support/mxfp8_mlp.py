@@ -22,10 +22,13 @@ X_BLOCK = {
 RECIPES = tuple(X_BLOCK)
 WORST_FLIP = 2.0**-4  # relative change of an element that lies between two E4M3 numbers and may round to either
 TENSOR_CORE_RMS, TENSOR_CORE_ROW = 6e-3, 0.15
-"""Error that FP8 wgmma adds to a result. It errs by 1.3e-4 over 128 products (docs/recipes.md), so that one activation
-in 100 rounds to the other of two neighbours, 0.09 of itself away: in root mean square 0.1 x 0.09 x the 0.3 that a
-result is mostly of its row's largest, and in norm at most 2^-3 of a row that hangs on one activation. A wrong row errs
-by 1.4. tests/gpu/test_mxfp8_kernels.py looks closer."""
+"""Errors that FP8 wgmma adds to a result: in root mean square, and in norm of a single row.
+
+FP8 wgmma errs by 1.3e-4 over 128 products (docs/recipes.md). So one activation in 100 rounds to the other of two
+neighbours, 0.09 of itself away. In root mean square that adds 0.1 x 0.09 x 0.3, since a result is mostly 0.3 of its
+row's largest; in norm it adds at most 2^-3 to a row that hangs on one activation. A wrong row errs by 1.4.
+tests/gpu/test_mxfp8_kernels.py looks closer.
+"""
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
@@ -38,8 +41,9 @@ def values(data: Tensor, scales: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, size: int | None) -> Tensor:
-    """Return rows [T, C], float64, rounded as a recipe multiplies them. size: elements that share a scale; None: not
-    rounded.
+    """Return rows [T, C], float64, rounded as a recipe multiplies them.
+
+    size: number of elements that share a scale; None: rows are not rounded.
     """
     if size is None:
         return x.double().cpu()

@@ -17,8 +17,9 @@ ELEMENTS, SCALES = 16, 127
 
 
 def scale(byte: int) -> float:
-    """Return the E4M3 number of a byte without sign: four bits of exponent with a bias of 7, three bits of
-    significand.
+    """Return the E4M3 number of a byte without sign.
+
+    It has four bits of exponent with a bias of 7, and three bits of significand.
     """
     exponent, significand = byte >> 3, byte & 7
     if byte == NAN_SCALE:
@@ -31,8 +32,9 @@ NUMBERS = torch.tensor([scale(byte) for byte in range(128)] + [math.nan] * 128, 
 
 
 def values(data: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the values, float64 [..., N, K], of bytes [..., N, K/2], E4M3 bytes [..., N, K/16] and global scales of
-    any shape.
+    """Return the values, float64 [..., N, K], of NVFP4 data.
+
+    They are data bytes [..., N, K/2], E4M3 scale bytes [..., N, K/16], and global scales of any shape.
     """
     data, scale, factor = data.cpu().long(), scale.cpu().view(torch.uint8).long(), global_scale.cpu().double()
     halves = torch.stack((data % 16, data // 16), dim=-1).flatten(-2)
@@ -63,8 +65,9 @@ class Weights(NamedTuple):
 
 
 def of_every_scale(experts: int, rows: int, columns: int) -> Weights:
-    """Return weights whose blocks contain all 16 codes, shuffled in each block, and whose scales cycle through all
-    numbers.
+    """Return weights whose blocks contain all 16 codes, shuffled in each block.
+
+    Their scales cycle through all numbers.
     """
     blocks = experts * rows * (columns // BLOCK)
     assert blocks >= SCALES

@@ -1,6 +1,7 @@
 """Expected results of the operators in float64, written independently of the library's own reference.
 
-With another `dtype` the functions compute as a user of torch would in this dtype, which gives the yardstick for errors.
+With another `dtype` the functions compute as a user of torch would in that dtype. The error of such a result is the
+yardstick for the library's errors.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> Tensor:
-    """Compute an activation, with the formula written out."""
+    """Compute an activation from its formula, written out in elementary functions."""
     p = SimpleNamespace(**{**DEFAULTS, **params})
     if name in ("srelu", "silu", "gelu", "none"):
         return {

@@ -24,7 +24,7 @@ def each(pages: list[Path]) -> Any:
 
 
 class Block(NamedTuple):
-    """A code block of a page, or the setup code of one.
+    """A code block of a page, or setup code that the page hides in a comment.
 
     Attributes:
         line: line number at which its text begins.

@@ -145,9 +145,7 @@ def _waits(kernel: Kernel) -> Iterator[Finding]:
 
 
 def _threads(kernel: Kernel) -> Iterator[Finding]:
-    """Yield single-thread instructions that several threads execute, and whole-warp instructions that a single thread
-    executes.
-    """
+    """Yield single-thread instructions that several threads execute, and warp-wide ones that one thread executes."""
     elected = False  # straight-line code after a branch that all threads but the elected one take
     leaders: set[int] = set()  # predicate registers that are true for the elected thread alone
     others: set[int] = set()  # predicate registers that are false for the elected thread alone

@@ -1,4 +1,4 @@
-"""Runs many cases in one group of ranks, since starting the ranks takes longer than a case."""
+"""Run many cases in one group of ranks, since starting the ranks takes longer than a case."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from .ranks import run_ranks
 
 Case = TypeVar("Case", bound=Callable[[], None])
 SECONDS = 150
-"""The time after which a rank prints where it waits, and ends: a case that failed on one rank would leave the others
-waiting in it.
+"""Seconds after which a rank prints where it waits, and ends.
+
+Without this limit, a case that failed on one rank would leave the others waiting in it.
 """
 
 

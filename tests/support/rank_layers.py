@@ -29,8 +29,10 @@ def some(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def choices(tokens: int, seed: int, kind: str = "all") -> Tensor:
-    """Return ids [tokens, K]. kind: "all": random experts; "one": expert E - 1 and invalid ids; "none": only invalid
-    ids.
+    """Return ids [tokens, K].
+
+    kind: "all": random experts; "some": the same, with every other token's second id -1; "one": expert E - 1 and
+    invalid ids; "none": only invalid ids.
     """
     ids = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :TOP_K].int()
     if kind == "one":
@@ -73,8 +75,9 @@ def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> 
 def in_steps(
     given: list[Tensor], w1: Tensor, w2: Tensor, ep: ExpertParallel, form: str, summed: bool | None = None
 ) -> list[Tensor]:  # fmt: skip
-    """Compute `layer` by dispatch, the rank's own experts, and combine. form: "sums" or "rows", the argument of
-    combine.
+    """Compute `layer` in separate steps: dispatch, the rank's own experts, and combine.
+
+    form: "sums": `moe` sums each token's rows on this rank before combine; "rows": combine gets single rows.
     """
     x, ids, weights, residual, mix = given
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
@@ -125,8 +128,9 @@ def ranks_of(world: int, dtype: torch.dtype = BF16, k: int = TOP_K, **options: A
 
 @torch.no_grad()
 def forward(given: list[Any], w1: Any, w2: Any, ep: Any, recipe: str = "bf16") -> Tensor:
-    """Return the result of this rank's layer. w1, w2: weights of all experts, or a list with each rank's prepared
-    weights.
+    """Return the result of this rank's layer.
+
+    w1, w2: weights of all experts, or a list with each rank's prepared weights.
     """
     x, ids, weights, residual, _ = given
     routing = Routing.from_topk(ids, weights, EXPERTS)
@@ -135,8 +139,9 @@ def forward(given: list[Any], w1: Any, w2: Any, ep: Any, recipe: str = "bf16") -
 
 
 def folded(ranks: list[VirtualRank], w: Tensor) -> list[Any]:
-    """Return each rank's weights folded for recipe "mxfp8", since folding during a test would wait for a waiting
-    kernel.
+    """Return each rank's weights, folded for recipe "mxfp8".
+
+    They are folded before a test: during it, folding would wait for a kernel that waits itself.
     """
     return [glulam.prepare_mxfp8_weight(w[ep.own]) for ep in ranks]
 

@@ -30,8 +30,8 @@ def _rank(
 def run_ranks(world: int, function: Callable[..., None], *arguments: Any, backend: str = "gloo") -> None:
     """Call a module-level function in `world` new processes; raise the first error of any process.
 
-    The processes are forks of one thread-free process that has imported torch and Glulam. With NCCL each has its own
-    GPU.
+    The processes are forks of a process that has one thread and has imported torch and Glulam. With NCCL each process
+    has its own GPU.
     """
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "glulam", "numpy"])
     with tempfile.TemporaryDirectory() as folder:

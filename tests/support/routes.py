@@ -1,4 +1,4 @@
-"""Routings by plain loops in float64, with which the layer's results are compared, and inputs that expose mistakes."""
+"""Routings by plain loops in float64, to which the layer's results are compared, and inputs that expose mistakes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def route(
 
 
 def check_rows(routing: Any, ids: Tensor, weights: Tensor, experts: int) -> None:
-    """Check that a routing has a row for each choice in `ids` (local expert numbers), in stable order, with its
-    weight.
+    """Check that a routing has a row for each choice in `ids` (local expert numbers).
+
+    Rows must be in stable order, and have the weights of their choices.
     """
     choices = [(int(e), i) for i, e in enumerate(ids.view(-1).tolist()) if 0 <= e < experts]
     order = [i for _, i in sorted(choices)]

@@ -31,8 +31,9 @@ def with_empty(rows: int, experts: int, empty: set[int]) -> list[int]:
 
 
 def catalogue(rows: int, experts: int) -> dict[str, list[int]]:
-    """Return all routings that operators must handle, by name. Sums are at most `rows`; there are at least 4
-    experts.
+    """Return all routings that operators must handle, by name.
+
+    Sums of group sizes are at most `rows`; there are at least 4 experts.
     """
     return {
         "uniform": spread(rows, experts),

@@ -1,4 +1,4 @@
-"""Experts' weights as serving engines store them, random, by the definition of each format, and the layer in float64.
+"""Random experts' weights as serving engines store them, by the definition of each format, and the layer in float64.
 
 No code under test is used. w13 is [E, 2I, H], gate rows first or interleaved, or [E, I, H] without a gate.
 """
@@ -127,8 +127,9 @@ class Tokens(NamedTuple):
 
 
 def tokens(count: int, hidden: int, experts: int, k: int, padding: int = 3, seed: int = 1) -> Tokens:
-    """Return tokens among whose choices expert 1 never occurs, and in every third token one choice is another
-    rank's.
+    """Return random tokens and choices.
+
+    Expert 1 never occurs among the choices. In every third token one choice belongs to another rank.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count + padding, hidden, generator=generator)

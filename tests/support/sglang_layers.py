@@ -38,7 +38,7 @@ PARTS = {
 }  # fmt: skip
 """Suffixes of the names of a weight's tensors, by the kind of checkpoint."""
 HELD = {"deepseek_v4": "mxfp4", "gpt_oss": "mxfp4"}
-"""Names of formats for `serving.held`, for kinds of checkpoints with another name."""
+"""For kinds of checkpoints whose format has another name in `serving.held`: that name."""
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""Fixtures for tests of the SGLang plugin; they import SGLang when first used, and skip tests if it is not
-installed.
+"""Fixtures for tests of the SGLang plugin.
+
+They import SGLang when first used, and skip tests if it is not installed.
 """
 
 from __future__ import annotations

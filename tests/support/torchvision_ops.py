@@ -1,5 +1,6 @@
-"""Definitions of operators that torchvision for CUDA needs and a torch for the CPU lacks; engines import
-torchvision.
+"""Definitions of the operators that torchvision for CUDA needs and that a torch for the CPU lacks.
+
+Serving engines import torchvision.
 """
 
 from __future__ import annotations

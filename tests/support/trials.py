@@ -1,4 +1,4 @@
-"""Runs the trials of `glulam validate` on the fake GPU."""
+"""Run the trials of `glulam validate` on the fake GPU."""
 
 from __future__ import annotations
 

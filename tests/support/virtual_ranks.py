@@ -1,7 +1,7 @@
 """Several ranks of the symmetric transport in one process on one GPU, each with its own window and stream.
 
-A waiting rank occupies one CTA, so all ranks make progress. On the fake GPU (`support.fake_gpu`) each has a thread
-instead of a stream.
+A waiting rank occupies only one CTA, so all ranks make progress. On the fake GPU (`support.fake_gpu`) each rank has a
+thread instead of a stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from glulam.distributed.window import Sizes, Window
 
 
 class VirtualRank(ExpertParallel):
-    """An ExpertParallel without a process group. `stream`: the stream of all its work; None: on the CPU."""
+    """An ExpertParallel without a process group.
+
+    `stream`: the stream of all its work; None: on the CPU.
+    """
 
     def __init__(self, way: Symmetric, rank: int, num_experts: int) -> None:
         sizes = way.sizes
@@ -48,7 +51,10 @@ def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0, device:
 
 
 def each(ranks: list[VirtualRank], function: Callable[[VirtualRank], Any]) -> list[Any]:
-    """Call a function for each rank on the rank's stream, all before the host waits for one; return the results."""
+    """Call a function for each rank, on the rank's stream, and return the results.
+
+    All calls are made before the host waits for one of them.
+    """
     if ranks[0].stream is None:
         with ThreadPoolExecutor(len(ranks)) as threads:
             return list(threads.map(function, ranks))

@@ -150,7 +150,10 @@ def layer_of(
     quant_config: Any, width: int = WIDTH, k: int = K, *, parallel: FusedMoEParallelConfig = ALONE,
     on_input: bool = False, numbers: dict[str, float] | None = None, **options: Any,
 ) -> RoutedExperts:  # fmt: skip
-    """Return an unloaded layer. numbers: swiglu_limit and so on, set on the layer and its configuration."""
+    """Return a layer without loaded weights.
+
+    numbers: swiglu_limit and other constants, set on the layer and its configuration.
+    """
     numbers = numbers or {}
     manager = ExpertMapManager(64, k, EXPERTS, 0, 2, parallel, "round_robin", False)
     moe = moe_config(width, k, parallel=parallel, **options, **numbers)

@@ -1,9 +1,11 @@
 """Wrong calls: for each argument of each public function, every kind of wrong value that a caller may pass.
 
-A call must raise an error that names the argument, or return the right result, whether it is the first of its kind or
-finds a plan made by good calls. Good calls are made from the functions' own parameters: a value for each parameter name
-(`values`), further values for some functions (`OWN`), and wrong values of options (`WRONG`). `unswept` returns the
-parameters that have neither, so a new operator or parameter is covered or fails the tests.
+A call must raise an error that names the argument, or return the right result. This must hold for the first call of its
+kind, and for a call that finds a plan made by good calls.
+
+Good calls are made from the functions' own parameters: a value for each parameter name (`values`), further values for
+some functions (`OWN`), and wrong values of options (`WRONG`). `unswept` returns the parameters that have neither, so a
+new operator or parameter is covered or fails the tests.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Arguments = dict[str, Any]
 class Operation:
     """A public function: `good(device)` returns arguments of a right call; `outputs` names its output buffers.
 
-    `wrong`: for arguments that are not tensors, wrong values. `legal`: by argument, the changes (words) that only the
-    device could notice, since they move the groups' end.
+    `wrong`: wrong values, for arguments that are not tensors. `legal`: by argument, the words of changes that only the
+    device could notice, since they move the groups' end; they are not tried.
     """
 
     name: str
@@ -225,8 +227,9 @@ def _in_halves(good: Arguments) -> Arguments:
 
 
 def _by_index(*names: str) -> Callable[[Arguments], Arguments]:
-    """Return a function that changes good arguments to a call with indices. names: the indexed operand, the index
-    parameter.
+    """Return a function that changes good arguments to a call with indices.
+
+    names: the indexed operand, and the index parameter.
     """
     of, rows = names
 
@@ -335,8 +338,9 @@ def _public() -> dict[str, Callable[..., Any]]:
 
 
 def _takes_tensors(function: Callable[..., Any]) -> bool:
-    """Return True if a function takes tensors. Checkpoint loaders do not count: tests/test_checkpoints.py sweeps
-    them.
+    """Return True if a function takes tensors.
+
+    Checkpoint loaders do not count: tests/test_checkpoints.py sweeps them.
     """
     hints = typing.get_type_hints(function)
     kinds = [str(hint) for name, hint in hints.items() if name != "return"]
@@ -420,7 +424,7 @@ def cut_short(t: Tensor) -> None:
 
 
 def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield (word, value): wrong values for a tensor argument, with a word for each."""
+    """Yield wrong values for a tensor argument, as (word that describes the change, value)."""
     for word, make in _BREAKS.items():
         try:
             made = make(t)
@@ -466,8 +470,9 @@ _BREAKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def parts_of(value: Any) -> dict[Any, Tensor]:
-    """Return the tensors of an argument, by the name that `with_part` takes; for a list or tuple only the second
-    tensor.
+    """Return the tensors of an argument, by the name that `with_part` takes.
+
+    Of a list or tuple only the second tensor is returned.
     """
     if isinstance(value, Tensor):
         return {"": value}
@@ -578,10 +583,13 @@ def _difference(one: Tensor, right: Tensor) -> str:
 
 
 def complaint(operation: Operation, name: str, word: str, arguments: Arguments, reference: Callable[..., Any]) -> str:
-    """Return text on how a call ended wrongly; empty: it raised an error that names the argument, or its result is
-    right.
+    """Return text on how a call ended wrongly; empty if it ended right.
+
+    It ends right if it raises an error that names the argument, or if its result is right.
 
     Args:
+        operation: the function, and `arguments` its arguments.
+        name, word: the changed argument and the word for the change; see `wrong_calls`.
         reference: calls a function with arguments on the CPU reference.
     """
     plain = {key: _on_cpu(value) for key, value in arguments.items()}
@@ -706,7 +714,7 @@ def trained(operation: Operation, device: str) -> tuple[Arguments, list[Tensor]]
 
 
 def complaint_of_a_step(operation: Operation, name: str, device: str) -> str:
-    """Return text on how a backward ended wrongly after the storage of an argument was freed; empty: it ended right."""
+    """Free an argument's storage, run backward, and return text on how it ended wrongly; empty: it ended right."""
     arguments, results = trained(operation, device)
     gradients = [torch.ones_like(result) for result in results]
     arguments[name].untyped_storage().resize_(0)

@@ -1,5 +1,6 @@
-"""Run the sizes of the models that take too long for tests: `python -m tests.support.protocol`, from the repository's
-root.
+"""Run the sizes of the models that take too long for tests.
+
+Run as `python -m tests.support.protocol`, from the repository's root.
 """
 
 from __future__ import annotations

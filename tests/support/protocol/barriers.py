@@ -1,13 +1,15 @@
-"""Model of warp roles that hand over data in shared or tensor memory by mbarriers, to search every order of their
-steps.
+"""Model of warp roles that hand over data by mbarriers, in shared or tensor memory.
 
-A role is a list of steps; loops are unrolled. A cell of memory holds, instead of a value, the number of the item stored
-there, and a read is correct if it finds its own item's number. A copy may land any time after it was sent. An mbarrier
-has a phase, which ends with the last of its arrivals, including the bytes of copies. A wait names a parity, and passes
-if the phase that ended last has this parity; so it also passes two phases too early, which is the fault that a search
-looks for.
+A search tries every order of steps.
 
-A CTA ends when its roles end; an arrival or a landing copy there after that is a fault.
+A role is a list of steps; loops are unrolled. A memory cell holds, instead of a value, the number of the item stored
+there, and a read is correct if it finds its own item's number. A copy may land any time after it was sent.
+
+An mbarrier has a phase, which ends with the last of its arrivals; the bytes of copies count as arrivals. A wait names a
+parity, and passes if the phase that ended last has this parity. So it also passes two phases too early, which is the
+fault that a search looks for.
+
+A CTA ends when its roles end; if an arrival or a copy reaches it after that, that is a fault.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ WAIT, ARRIVE, WRITE, SEND, READ, SYNC = range(6)
 class Step(NamedTuple):
     """One step of a role.
 
-    WAIT: for the phase of parity `number` of a barrier. ARRIVE: at a barrier. WRITE: `number` to a cell. SEND: start a
-    copy that writes `number` to a cell and arrives at a barrier. READ: a cell, which must hold `number`. SYNC: arrive
-    at a named barrier and wait there.
+    WAIT: until the phase of parity `number` of a barrier has ended. ARRIVE: at a barrier. WRITE: `number` to a cell.
+    SEND: start a copy that writes `number` to a cell and arrives at a barrier. READ: a cell, which must hold `number`.
+    SYNC: arrive at a named barrier and wait there.
     """
 
     kind: int
@@ -40,7 +42,7 @@ class Barrier(NamedTuple):
 
     Attributes:
         count: arrivals that end a phase.
-        cta: the CTA in whose memory it lies.
+        cta: the CTA in whose memory the barrier lies.
         is_named: True: a named barrier, for SYNC steps.
     """
 
@@ -71,7 +73,10 @@ class State(NamedTuple):
 
 @dataclass
 class Role:
-    """Steps of one warp, or of several warps that run in lockstep. cta: the CTA in which it runs."""
+    """Steps of one warp, or of several warps that run in lockstep.
+
+    cta: the CTA in which they run.
+    """
 
     name: str
     cta: int
@@ -99,7 +104,7 @@ class Role:
         self.steps.append(Step(READ, cell=of.cell(number, part), number=number))
 
     def use(self, of: Pipeline, number: int) -> None:
-        """Append reads of all parts of item `number`, twice: at the begin and at the end of its use."""
+        """Append reads of all parts of item `number`, twice: at the beginning and at the end of the item's use."""
         for _ in range(2):
             for part in range(of.parts):
                 self.read(of, number, part)

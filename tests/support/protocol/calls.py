@@ -1,9 +1,10 @@
-"""Kernels that overlap by programmatic dependent launch (overlap.py): a table of each kernel's steps, and the calls of
-shipped functions, made from the table and from `cute_kernels.chains`.
+"""Kernels that overlap by programmatic dependent launch (overlap.py), and the calls of shipped functions.
+
+A table lists each kernel's steps; the calls are made from the table and from `cute_kernels.chains`.
 
 Buffers are arguments of the kernel's stage; "dx:rest" is a part of dx, and ".sums" an array in the stage's workspace. A
-kernel that reads an argument before and after its wait lists it on both sides. Kernels that no chain contains and that
-have nothing to do with early launches are left out.
+kernel that reads an argument before and after its wait lists it on both sides. Kernels are left out if no chain
+contains them and they neither are launched early nor let others begin early.
 """
 
 from __future__ import annotations
@@ -161,8 +162,10 @@ PERSISTENT = "sm90/persistent.py PersistentGemm"
 
 
 def _gemm(stage: Any, waits: bool) -> Declared:
-    """Return a GEMM. A persistent GEMM has a scheduler, and other warps, here one role, that read weights before they
-    wait.
+    """Return a GEMM.
+
+    A persistent GEMM has a scheduler, and other warps that read weights before they wait. The other warps are one role
+    here.
 
     waits: True: all roles wait before they read the group ends.
     """
@@ -199,7 +202,10 @@ def declared(stage: Spec, waits: bool = False) -> list[Declared]:
 
 
 class Call(NamedTuple):
-    """The kernels of a call of an exported function. name: the function, and the addresses that are 0."""
+    """The kernels of a call of an exported function.
+
+    name: the function's name, followed by the addresses that are 0.
+    """
 
     name: str
     kernels: tuple[Kernel, ...]
@@ -211,7 +217,10 @@ class Call(NamedTuple):
 
     @property
     def form(self) -> tuple[Kernel, ...]:
-        """The kernels without the names of memory that no kernel of the call writes."""
+        """The kernels, with one name for all memory that no kernel of the call writes.
+
+        Calls of equal form need one search.
+        """
         written = set().union(*(one.buffers(WRITE) for one in self.kernels))
 
         def nameless(step: Step) -> Step:
@@ -221,12 +230,12 @@ class Call(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """How a call names the arguments of a stage.
+    """Translation from the names of a stage's arguments to the call's names.
 
     Attributes:
         stage: the stage.
         sources: the sources of its arguments, by name; arguments without a source are 0.
-        position: number of kernels that the call launches before.
+        position: number of kernels that the call launches before the stage.
     """
 
     stage: Spec
@@ -234,7 +243,7 @@ class _Arguments(NamedTuple):
     position: int
 
     def buffer(self, named: str) -> str | None:
-        """Return the call's name for a buffer of the stage; None: it is not given."""
+        """Return the call's name for a buffer of the stage; None: the call does not pass this buffer."""
         if named.startswith("."):
             return getattr(self.stage, "kernel", "") + named
         argument, colon, part = named.partition(":")
@@ -283,8 +292,10 @@ def _may_be_left_out(spec: Spec) -> list[str]:
 
 @functools.cache
 def calls() -> tuple[Call, ...]:
-    """Return a call for each form of the calls of shipped functions on GPUs that have early launches, except calls
-    whose kernels neither wait nor let the next one begin."""
+    """Return one call for each form of the calls of shipped functions, on GPUs that have early launches.
+
+    Calls are left out if their kernels neither wait nor let the next kernel begin.
+    """
     found: dict[tuple[Kernel, ...], Call] = {}
     for arch in (arch for arch in ARCHS if capability(arch) >= (9, 0)):
         for spec in shipped_specs(arch):

@@ -1,5 +1,6 @@
-"""The ring of stages that cp.async fills (portable mainloop, the boundary's kernels): two warps copy a part of each
-k-tile, and read all parts.
+"""The ring of stages that cp.async fills (in the portable mainloop and the boundary's kernels).
+
+Two warps each copy a part of every k-tile, and both read all parts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ WARP = "warp"
 
 
 def copies(n: int = 4, slots: int = 2, broken: str = "") -> Machine:
-    """Model the ring: for each k-tile a warp waits for its own copies, meets the other warp at the barrier, fills the
-    stage that was read before, and reads.
+    """Model the ring.
+
+    For each k-tile a warp waits for its own copies, meets the other warp at the barrier, fills the stage that was read
+    before, and reads.
 
     broken: the fault to build in. "no wait": a warp does not wait for its own copies; "no barrier": it does not meet
     the other warp; "filled early": it fills the stage before the barrier.

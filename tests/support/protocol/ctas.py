@@ -1,8 +1,8 @@
 """Model of the CTAs of one rank's launches: the CTA that draws the last ticket publishes the op's word.
 
 Each CTA reads the epoch, stores its rows (or gives up, if the preceding exchange of `enter` times out) and adds to a
-ticket counter. A launch adds WHOLE in total: each CTA adds 1, except CTA 0, which adds the rest. So the last of any
-number of CTAs sees a multiple of WHOLE, and the counter is never reset.
+ticket counter. A launch adds WHOLE in total: each CTA adds 1, except CTA 0, which adds the rest. So the counter is a
+multiple of WHOLE exactly after the last CTA, whatever their number, and never needs a reset.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class LaunchRules:
 
 
 class State(NamedTuple):
-    """A state of the rank. `word`: the published word. `rows`: for each CTA, the epoch of the rows that it stored
-    last.
+    """A state of the rank.
+
+    `word`: the published word. `rows`: for each CTA, the epoch of the rows that it stored last.
     """
 
     launch: int
@@ -49,7 +50,10 @@ def changed(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 @dataclass
 class Launches:
-    """Successive launches with these numbers of CTAs. may_give_up: any CTA may give up instead of storing its rows."""
+    """Successive launches with these numbers of CTAs.
+
+    may_give_up: any CTA may give up instead of storing its rows.
+    """
 
     grids: tuple[int, ...] = (3, 2, 3)
     may_give_up: bool = False

@@ -1,7 +1,8 @@
-"""Models of the protocols between a persistent GEMM's warp roles, each by itself: waits and arrivals at barriers.
+"""Models of the protocols between a persistent GEMM's warp roles, one by one: their waits and arrivals at barriers.
 
-Each function models the table in its kernel's docstring, and can break the protocol in the ways of `broken`. There are
-`n` items, more than twice the number of slots, so that a wait can meet the phase two rounds earlier.
+Each function models the table in its kernel's docstring. With `broken` it breaks the protocol in a named way, which the
+search must detect. There are `n` items, more than twice the number of slots, so that a wait can meet the phase two
+rounds earlier.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def produce(role: Role, to: Pipeline, number: int) -> None:
 
 
 def bring(role: Role, to: Pipeline, number: int) -> None:
-    """Append the steps that load an item's first part by a copy, whose bytes the role announces to the barrier."""
+    """Append the steps that load an item's first part by a copy. The role announces the copy's bytes to the barrier."""
     role.acquire(to, number)
     role.commit(to, number)
     role.send(to, number)
@@ -69,8 +70,8 @@ def ring(n: int = 5, slots: int = 2, consumers: tuple[str, ...] = (LOADS, MMA), 
 def stages(n: int = 5, slots: int = 2, gathers: str = "", broken: str = "") -> Machine:
     """Model the stages of one CTA's mainloop: weights come by TMA, rows of x by TMA or by the role `gathers`.
 
-    broken: "bytes", not counted by a full barrier; "released early", before the stage's MMAs have ended; "one
-    gatherer", which does not wait for an empty slot.
+    broken: "bytes": a full barrier does not count them; "released early": a stage is released before its MMAs have
+    ended; "one gatherer": the gathering role does not wait for an empty slot.
     """
     made = Machine()
     counted = 2 - (broken == "bytes")
@@ -100,7 +101,7 @@ def stages(n: int = 5, slots: int = 2, gathers: str = "", broken: str = "") -> M
 
 
 def shared_stages(n: int = 3, slots: int = 1, broken: str = "") -> Machine:
-    """Model the stages of a cluster of two CTAs, each of which loads half of a tile into both.
+    """Model the stages of a cluster of two CTAs. Each CTA loads half of every tile into both CTAs.
 
     broken: "own room": a CTA waits only for its own stage to be empty; "no tail": a CTA ends before its peer's last
     arrivals.
@@ -170,8 +171,10 @@ def loads(chunks: int = 5, slots: int = 2, role: str = MMA, broken: str = "") ->
     (`sm90/epilogue/preact.py`).
 
     Two warps read a slot and write their results there. Then the storing warp starts a store of the slot, and releases
-    the slot after the store has read it. broken: "freed early", before the store has read the slot; "alone", without
-    the barrier between the two warps.
+    the slot after the store has read it.
+
+    broken: "freed early": the slot is released before the store has read it; "alone": the barrier between the two warps
+    is missing.
     """
     made = Machine()
     loads = made.pipeline("loads", slots, full=2, empty=1, parts=1)
@@ -201,6 +204,7 @@ def tickets(n: int = 3, slots: int = 2, broken: str = "") -> Machine:
 
     Each ticket except the last is a tile, here of one k-tile, which each CTA loads for both. So the first CTA must stay
     until the second has multiplied its last tile, and until the second has acknowledged all tickets except the last.
+
     broken: "no wait": the first sends without an empty slot; "released last": the second also acknowledges its last
     ticket; "no tail": see `shared_stages`.
     """
@@ -242,8 +246,9 @@ def tickets(n: int = 3, slots: int = 2, broken: str = "") -> Machine:
 def decoded(
     tiles: int = 2, k_tiles: int = 3, slots: int = 3, warpgroups: int = 2, room: int = 2, broken: str = ""
 ) -> Machine:  # fmt: skip
-    """Model packed weights that warpgroups take turns to decode into a second ring (`sm90/mainloop/decoded_fp8.py`),
-    which has room for `room` k-tiles. It holds if warpgroups <= room <= slots.
+    """Model packed weights that warpgroups decode, in turns, into a second ring (`sm90/mainloop/decoded_fp8.py`).
+
+    The second ring has room for `room` k-tiles. The protocol holds if warpgroups <= room <= slots.
 
     broken: "rows forgotten": the MMA's own arrival at a stage is not counted; "turns by tile": each tile's turns begin
     with the same warpgroup; "no room": decoding does not wait for an empty slot; "packed first": decoding waits for the
@@ -285,7 +290,7 @@ def decoded(
 
 
 def decoding(tiles: int = 3, k_tiles: int = 3, slots: int = 2, broken: str = "") -> Machine:
-    """Model weights that warpgroups take turns to decode into the stages themselves (`sm90/mainloop/decoded_lines.py`).
+    """Model weights that warpgroups decode, in turns, into the stages themselves (`sm90/mainloop/decoded_lines.py`).
 
     broken: "no wait": decoding does not wait for an empty slot; "turns by tile": each tile's turns begin with the same
     warpgroup; "all stages": each warpgroup also waits for the other's slots, whose phase may be over before it waits.
@@ -345,7 +350,8 @@ def shared_depth(
 def accumulators(tiles: int = 5, broken: str = "") -> Machine:
     """Model two accumulators in tensor memory, one for each warpgroup that runs epilogues (`sm100/persistent.py`).
 
-    broken: "freed early", before the last slab is read; "no commit": a warpgroup is signalled before its MMAs ended.
+    broken: "freed early": an accumulator is released before the last slab is read; "no commit": a warpgroup is
+    signalled before its MMAs ended.
     """
     made = Machine()
     two = made.pipeline("accumulators", 2, full=1, empty=1)
@@ -372,17 +378,17 @@ def accumulators(tiles: int = 5, broken: str = "") -> Machine:
 
 
 Table = dict[str, tuple[set[str], set[str]]]
-"""Barriers that each role waits for, and barriers that it signals, by role."""
+"""By role: (the barriers that it waits for, the barriers that it signals)."""
 
 
 def hopper() -> Table:
-    """Return the barriers by role of `sm90/persistent.py`, to be compared with the table in its docstring."""
+    """Return the barriers by role of `sm90/persistent.py`. A test compares them with the table in its docstring."""
     of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, GATHER, MMA, DECODE))
     return _table(of_ring, stages(), stages(gathers=GATHER), turns(), shared_depth(), loads(), decoding(), decoded())
 
 
 def blackwell() -> Table:
-    """Return the barriers by role of `sm100/persistent.py`, to be compared with the table in its docstring."""
+    """Return the barriers by role of `sm100/persistent.py`. A test compares them with the table in its docstring."""
     of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, MMA, EPILOGUE, GATHER, SCALES))
     by_role = (stages(gathers=role) for role in (GATHER, SCALES))
     made = _table(of_ring, stages(), *by_role, accumulators(), loads(role=EPILOGUE))

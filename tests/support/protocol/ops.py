@@ -1,4 +1,7 @@
-"""Rules of the symmetric transport, and the steps of each rank's stream that follow from them, equal on all ranks."""
+"""Rules of the symmetric transport, and the steps of a rank's stream that follow from them.
+
+They are equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,10 @@ class Rules:
 
 
 class Op(NamedTuple):
-    """One operation. `source`: number of the dispatch that its rows belong to: its own, or the dispatch that a combine
-    answers.
+    """One operation.
+
+    `source`: number of the dispatch that the op's rows belong to. For a dispatch it is its own number, for a combine
+    the number of the dispatch that it answers.
     """
 
     kind: str
@@ -51,8 +56,9 @@ class Op(NamedTuple):
 
 
 def needs_enter(kind: str, before: list[Op], rules: Rules) -> bool:
-    """Return True if no received word proves yet that peers have finished reading what an op after `before`
-    overwrites.
+    """Return True if ranks must exchange `enter` before an op that follows the ops `before`.
+
+    That is so if no received word proves that peers have finished reading the memory that the op overwrites.
     """
     if not before or not rules.enter:
         return False
@@ -80,7 +86,8 @@ def ops_of(text: str, rules: Rules) -> list[Op]:
 class Step(NamedTuple):
     """One step of a stream.
 
-    `action`: "enter", "store" (to all), "wait" (for `word` of all) or "read". `number`: of its op, from 1.
+    `action`: "enter", "store" (to all), "wait" (for `word` of all) or "read". `number`: number of the step's op, from
+    1.
     """
 
     action: str
@@ -91,7 +98,7 @@ class Step(NamedTuple):
 def steps_of(ops: list[Op], rules: Rules) -> list[Step]:
     """Return the steps of a list of ops.
 
-    Rows of X are read as early as allowed and, if other steps lie between, once more as late as allowed.
+    Rows of X are read as early as allowed. If other steps lie between, they are read again as late as allowed.
     """
     steps: list[Step] = []
     in_x: Step | None = None  # the reading of what X holds

@@ -1,15 +1,15 @@
-"""Model of kernels of one stream that overlap by programmatic dependent launch, to search every order of their steps.
+"""Model of kernels of one stream that overlap by programmatic dependent launch. A search tries every order of steps.
 
 A kernel that is launched early may begin when each CTA of the kernel before it has let it begin (`let_next_begin`) or
-ended; any other kernel, when the kernel before it has ended. `wait_for_earlier` waits until the kernel before has
+ended. Any other kernel begins when the kernel before it has ended. `wait_for_earlier` waits until the kernel before has
 ended. Nothing else orders two kernels: a kernel that waits finds the results of a kernel two launches before only
 because the kernel between them has waited, too. What a kernel stores may arrive at any time until the kernel has ended,
 which may be later than the end of its CTAs.
 
 A call is a list of kernels. Within a call, a buffer holds, instead of values, the number of the kernel that stored it
-last: a kernel must find what the last kernel before it stored, and that kernel must have ended. Two calls may share all
-memory (a workspace, results of one that the other takes, memory that was freed between them), so a kernel must not
-touch memory before all kernels of earlier calls have ended.
+last. A kernel that reads a buffer must find the number of the last kernel before it that stores the buffer, and that
+kernel must have ended. Two calls may share all memory (a workspace, results of one that the other takes, memory that
+was freed between them), so a kernel must not touch memory before all kernels of earlier calls have ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
     """A launch of a kernel.
 
     Attributes:
-        early: True: by programmatic dependent launch.
+        early: True: launched by programmatic dependent launch.
         ctas: for each kind of CTA its warp roles, and for each role its steps.
     """
 
@@ -115,8 +115,10 @@ AFTER = kernel("a kernel after the calls", "read anything; write anything")
 
 @dataclass
 class Stream:
-    """Calls, one after the other, between two normal launches; the first of those lets the next kernel begin at
-    once."""
+    """Calls, one after the other, between two normal launches.
+
+    The first of these launches lets the next kernel begin at once.
+    """
 
     calls: Sequence[Sequence[Kernel]]
     kernels: list[Kernel] = field(init=False)
@@ -194,7 +196,7 @@ class Stream:
         yield state._replace(at=(*state.at[:role], state.at[role] + 1, *state.at[role + 1 :]), holds=holds)
 
     def touched(self, number: int, step: Step, state: State) -> tuple[int, ...]:
-        """Return what buffers hold after a kernel's step; raise Fault if it comes too early or too late."""
+        """Return the content of buffers after a kernel's step; raise Fault if the step comes too early or too late."""
         name = self.kernels[number].name
         for earlier in range(self.first_of[number]):
             if earlier not in state.ended:

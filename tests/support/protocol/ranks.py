@@ -2,9 +2,9 @@
 
 A place in memory holds, instead of a value, the number of the op that stored it, from 1; a read is correct if it finds
 its own op's number. A store to a peer lands any time later, in any order with other stores, except that a word lands
-after the data that it announces. A landing store changes only what later reads find. So larger sizes are searched in
-two extreme cases with fewer pending stores: rows land at once (`landing="early"`, which finds overwritten rows) or
-together with their word ("late", which finds rows read too early).
+after the data that it announces. A landing store changes only what later reads find. Therefore larger sizes are
+searched only in two extreme cases, which have fewer pending stores. With `landing="early"` rows land at once, which
+finds overwritten rows; with "late" they land together with their word, which finds rows that are read too early.
 
 Not modelled: time itself, finer effects of the hardware's memory model, other streams, ranks with different lists of
 ops.
@@ -20,13 +20,16 @@ from .ops import ABORT, COUNT, DATA, ENTER, IDS, SUMS, Rules, Step, X, Y, ops_of
 from .search import Fault, Found, explore
 
 COVERS = {DATA: (IDS, X), SUMS: (Y,), ENTER: (), ABORT: ()}
-"""Cells whose stores must land before each flag word does."""
+"""For each flag word, the cells whose stores must land before the word lands."""
 RUNNING, CRASHED = 0, 255
 """Fates of a rank; 1 + r: it gave up, and its error names rank r."""
 
 
 class Store(NamedTuple):
-    """A store on its way to a peer. `value`: the op's number; for an `abort` word, 1 + the suspected rank."""
+    """A store to a peer that may not have landed.
+
+    `value`: the op's number; for an `abort` word, 1 + the suspected rank.
+    """
 
     source: int
     target: int
@@ -36,8 +39,10 @@ class Store(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state of all ranks. `at`: each rank's next step. `memory`: of all windows. `flying`: stores that have not
-    landed.
+    """A state of all ranks.
+
+    `at`: each rank's next step. `fates`: RUNNING, CRASHED or an error, by rank. `memory`: of all windows. `flying`:
+    stores that have not landed.
     """
 
     at: tuple[int, ...]
@@ -134,8 +139,9 @@ class Model:
                 yield from self.moves(rank, state)
 
     def goes_first(self, other: Store, store: Store) -> bool:
-        """Return True if `other` must land before `store`: stores to one place keep their order, and words follow their
-        data.
+        """Return True if `other` must land before `store`.
+
+        Stores to one place keep their order, and words follow their data.
         """
         if other[:2] != store[:2]:
             return False
@@ -218,7 +224,7 @@ class Model:
     # Errors and ends.
 
     def given_up(self, rank: int, missing: list[int], state: State) -> Iterator[State]:
-        """Yield the states after a wait ended in an error, with abort words sent to all ranks except the suspect."""
+        """Yield the states after a wait that ended in an error. Abort words go to all ranks except the suspect."""
         for suspect in self.suspects(rank, missing, state) if self.rules.time_out else ():
             peers = set(self.everyone) - {rank, suspect} if self.rules.abort_words else ()
             told = [Store(rank, peer, ABORT, 0, 1 + suspect) for peer in peers]

@@ -13,7 +13,7 @@ class Fault(Exception):
 
 
 class Found(NamedTuple):
-    """Result of a search: number of states, the faults, and the ways in which the model can end."""
+    """Result of a search: the number of states, the faults, and the ends that the model can reach."""
 
     states: int
     faults: set[str]
@@ -23,7 +23,7 @@ class Found(NamedTuple):
 def explore(
     first: State, successors: Callable[[State], Iterable[State]], end_of: Callable[[State], str | None]
 ) -> Found:
-    """Visit each state reachable from `first` once, without continuing after a fault.
+    """Visit each state reachable from `first` once; do not continue from a state with a fault.
 
     A state that is no end (end_of returns None) must have a successor.
     """
