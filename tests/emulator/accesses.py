@@ -50,10 +50,10 @@ class Accesses:
         return self.spread([view[at + j] for j in range(n)], m)
 
     def store_global(self, address, size: int, values, m) -> None:
-        """Store words of `size` bytes for each lane (PTX ISA, "st"). If lanes store to one address, the highest lane
-        wins.
+        """Store words of `size` bytes for each lane (PTX ISA, "st").
 
-        The ISA does not define which lane wins, so the observer is told, unless the lanes store equal values.
+        If lanes store to one address, the highest lane wins here. The ISA does not define which lane wins, so the
+        observer is told, unless the lanes store equal values.
         """
         (a, *vs) = self.active(m, address, *values)
         view, at = self.machine.memory.place(a, size * len(values), "st.global", write=True, width=size)
@@ -113,8 +113,9 @@ class Accesses:
         return self.spread([old], m)[0]
 
     def ldmatrix(self, address, count: int, trans: bool, m=True) -> list[np.ndarray]:
-        """Load 8 x 8 matrices of 16-bit elements; the addresses of a matrix's rows come from 8 lanes (PTX ISA,
-        "ldmatrix").
+        """Load 8 x 8 matrices of 16-bit elements (PTX ISA, "ldmatrix").
+
+        The addresses of a matrix's rows come from 8 lanes.
         """
         acts = self.whole_warps(m, "ldmatrix")
         out = []
@@ -143,8 +144,9 @@ class Accesses:
                 cta.words[4][(at[:, ROWS] >> 2) + PAIRS] = v
 
     def whole_warps(self, m, what: str) -> np.ndarray:
-        """Return the mask of active warps. Raises Fault if a warp is partly active, which .aligned instructions
-        forbid.
+        """Return the mask of active warps.
+
+        Raises Fault if a warp is partly active, which .aligned instructions forbid.
         """
         self.acting = m
         if m is True:

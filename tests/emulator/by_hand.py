@@ -19,7 +19,7 @@ ELEMENT_TYPES = {"u8": 0, "u32": 2, "f16": 6, "f32": 7, "bf16": 10}
 def make(
     *blocks, threads=32, shared=8192, params=b"", memory=None, grid=None, cluster=(1, 1, 1), ctas_per_sm=1, **options
 ) -> Machine:
-    """Make a machine that launches basic blocks, after the last of which the kernel ends.
+    """Make a machine that launches a kernel of the given basic blocks; the kernel ends after the last one.
 
     A block is a function of (u, m), or a tuple (function, terminator).
     """
@@ -64,7 +64,10 @@ def initialise(*barriers: tuple[int, int]):
 
 
 def wait(at: int, offset: int, parity: int = 0):
-    """Return a block, number `at`, that loops until the phase of a parity has ended."""
+    """Return a block that loops until the phase of a parity has ended at the mbarrier at `offset`.
+
+    at: the block's own number, to which it loops back.
+    """
 
     def block(u, m) -> None:
         u.p[0] = u.mbar_try(shared(offset, u.cta.rank), np.uint32(parity), m)
@@ -73,8 +76,9 @@ def wait(at: int, offset: int, parity: int = 0):
 
 
 def tensor_map(address: int, kind: str, dims, strides, box, swizzle: int = 0) -> bytes:
-    """Encode a tensor map. `strides`: bytes, for all dimensions except the innermost; `swizzle`: a mode of
-    `swizzled`.
+    """Encode a tensor map.
+
+    `strides`: bytes, for all dimensions except the innermost; `swizzle`: a mode of `swizzled`.
     """
     word = [0] * 16
     word[0], word[1] = address & 0xFFFFFFFF, address >> 32

@@ -312,8 +312,9 @@ CALLS = {**EXACT, **NEAR}
 OF_HOPPER = {"prepare_mxfp8_weight", "grouped_mlp_mxfp8"}
 """Calls that need an FP8 MMA, which portable kernels do not have."""
 ROUNDED_TO_E4M3 = {"grouped_mlp_mxfp8"}
-"""Calls that compute an activation from FP8 products and round it to E4M3: the GPU may round it to the other
-neighbour.
+"""Calls that compute an activation from FP8 products and round it to E4M3.
+
+The GPU may round an activation between two numbers to the other neighbour.
 """
 
 

@@ -33,8 +33,8 @@ class NamedBarrier:
 class Cta:
     """A CTA: units of warps, shared memory, barriers.
 
-    `words[size]` is shared memory as words of `size` bytes. Places in it are offsets from SHARED_BASE, the lowest
-    address that a kernel may use. Memory is initially filled with 0xFF, which is NaN in every floating-point format.
+    `words[size]` is shared memory as words of `size` bytes. Offsets in it count from SHARED_BASE, the lowest address
+    that a kernel may use. Memory is initially filled with 0xFF, which is NaN in every floating-point format.
     """
 
     def __init__(self, machine: Machine, cluster: Cluster, linear: int, unit_warps: int):
@@ -88,8 +88,10 @@ class Cta:
         return self.peer(address >> RANK_SHIFT), (address & OFFSET_MASK) - SHARED_BASE
 
     def place(self, addresses: np.ndarray, size: int, write: bool = False) -> list[tuple[Cta, object, np.ndarray]]:
-        """Check shared-memory addresses of accesses of `size` bytes; return (CTA, indices of its addresses, offsets) by
-        CTA.
+        """Check shared-memory addresses of accesses of `size` bytes.
+
+        Returns:
+            For each CTA: (the CTA, the indices of its addresses, their offsets).
         """
         if not addresses.size:
             return []
@@ -237,8 +239,9 @@ class Cluster:
                     self.machine.observer.acquire(unit, ("cluster", self, phase))
 
     def dissolve(self) -> None:
-        """Break reference cycles, so that memory and registers are freed at once and not by a later garbage
-        collection.
+        """Break reference cycles, so that memory and registers are freed at once.
+
+        Otherwise a later garbage collection would free them.
         """
         for cta in self.ctas:
             cta.units.clear()

@@ -39,8 +39,9 @@ def instruction(*opcodes: str):
 
 
 class Modifiers:
-    """Modifiers of one instruction. Translators remove the ones that they model; a modifier that remains is an
-    error.
+    """Modifiers of one instruction.
+
+    Translators remove the modifiers that they model; a modifier that remains is an error.
     """
 
     def __init__(self, op: str):
@@ -152,8 +153,9 @@ class Emitter:
         return operand.value
 
     def read(self, operand, view: str) -> str:
-        """Return a Python expression for an operand's value in a view (type): an array of n lanes, or a numpy
-        scalar.
+        """Return a Python expression for an operand's value, read as the type `view`.
+
+        The value is an array of n lanes, or a numpy scalar.
         """
         if isinstance(operand, Reg):
             if view in VIEWS_OF[operand.cls]:
@@ -182,8 +184,9 @@ class Emitter:
         return "(" + "".join(f"{self.read(each, view)}, " for each in as_list(operands)) + ")"
 
     def address(self, address: Address, view: str) -> str:
-        """Return a Python expression for an address: view b32 for shared memory, b64 for a generic or global
-        address.
+        """Return a Python expression for an address.
+
+        view: b32 for shared memory, b64 for a generic or global address.
         """
         if not isinstance(address, Address):
             raise Unsupported(f"operand {address} where an address is due")

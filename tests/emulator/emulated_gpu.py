@@ -63,9 +63,9 @@ def _early_tensors() -> list[weakref.ref]:
 def _young_tensors() -> list[torch.Tensor]:
     """Return the tensors that the garbage collector tracks, in one step that no other thread can interrupt.
 
-    Another thread may be building a tuple, and fails if somebody else holds a reference to the tuple when it continues.
-    So the last of these iterators empties the list of all objects, which also contains the iterators and would outlive
-    this call.
+    No reference to another thread's object may remain: a thread that is building a tuple fails if somebody else holds a
+    reference to the tuple when it continues. So the last of these iterators empties the list of all objects, which also
+    contains the iterators and would outlive this call.
     """
 
     def lazily() -> Iterator[torch.Tensor]:
@@ -99,7 +99,7 @@ class EmulatedGpu:
         return {stage.name for spec in self.fake.specs for stage in (spec, *stages_of(spec))}
 
     def find(self, spec: Spec) -> Kernel:
-        """Replacement for `kernels.find`: return the emulated function of a spec."""
+        """Return the emulated function of a spec; replaces `kernels.find`."""
         self.fake.specs.append(spec)
         check, signature = exported(spec, check_only=True), signature_of(spec)
 
@@ -120,7 +120,7 @@ class EmulatedGpu:
 def installed(
     arch: str, num_sms: int = NUM_SMS, seed: int = 0, patience_s: float = 0.0, check_races: bool = False
 ) -> Iterator[EmulatedGpu]:
-    """Context in which CPU tensors are on an emulated GPU, without preferred kernels.
+    """Context in which CPU tensors are on an emulated GPU. No kernels are preferred.
 
     Args:
         patience_s, check_races: see `Emulator`; patience_s is for ranks that are threads.

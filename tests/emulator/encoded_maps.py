@@ -28,8 +28,8 @@ def tma_atom(view: View, text: str) -> tuple[bytes, bytes]:
 def _tensor_map(view: View, basis: str, kind: str, swizzle: int, multicast: int) -> bytes:
     """Return a tensor map's 128 bytes, as the compiled host code encodes it.
 
-    basis: "(64,128):(1@1,1@0)": the box, innermost dimension first, and for each of its dimensions the mode of the
-    view.
+    basis: the box, innermost dimension first, and for each of its dimensions the mode of the view, for example
+    "(64,128):(1@1,1@0)".
     """
     sizes, modes = basis.split(":")
     box = [int(leaf) for leaf in flat(nested(sizes))]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 class Fault(Exception):
-    """Raised for a mistake of the running kernel, or an instruction that the emulator does not model; it ends the
-    launch.
+    """Raised for a mistake of the running kernel, or for an instruction that the emulator does not model.
+
+    It ends the launch.
     """
 
     def __init__(self, message: str):

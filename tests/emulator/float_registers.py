@@ -1,7 +1,8 @@
-"""Registers with results of float32 instructions, whose NaN bits an integer instruction may read.
+"""Registers that hold results of float32 instructions and whose NaN bits an integer instruction may read.
 
 PTX's float32 instructions return a single NaN, 0x7fffffff; numpy's NaN keeps an operand's bits, or is negative. So
-integer instructions read these registers with NaN replaced. Memory is not tracked: a stored NaN keeps numpy's bits.
+integer instructions read these registers with each NaN replaced by PTX's. Memory is not tracked: a stored NaN keeps
+numpy's bits.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def f16(x):
 
 
 def _nearest_bf16(x):
-    """Round float32 to nearest even; return bfloat16 codes in the upper halves of registers (lower halves are
-    undefined).
+    """Round float32 to nearest even; return bfloat16 codes in the upper halves of registers.
+
+    The lower halves are undefined.
     """
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
@@ -66,8 +67,9 @@ def to_tf32(x):
 
 
 def odd_float32(x):
-    """Round float64 to float32 "to odd": inexact results end in a 1, so that a second rounding gives the correct
-    result.
+    """Round float64 to float32 "to odd": an inexact result ends in a 1.
+
+    A second rounding then gives the correct result.
     """
     near = x.astype(np.float32)
     inexact = near.astype(np.float64) != x
@@ -88,7 +90,7 @@ def float64_to_f16(x):
 
 
 def float64_to_float32(x, rounding="rn"):
-    """Round float64 to float32 once; an x that was rounded to odd gives the same result."""
+    """Round float64 to float32 once. If x was itself rounded to odd, the result is that of the exact value."""
     near = x.astype(np.float32)
     if rounding == "rn":
         return near
@@ -107,7 +109,10 @@ def float64_to_float32(x, rounding="rn"):
 # 8 and 4 bits -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format of few bits. nan: the code of NaN; infinity: True if the format has infinities."""
+    """A floating-point format of few bits.
+
+    nan: the code of NaN; infinity: True if the format has infinities.
+    """
 
     exponent: int
     fraction: int

@@ -1,4 +1,4 @@
-"""Evaluates host functions on the CPU from the text that `ffi_bridge.kept_ptx` keeps, and returns their launches.
+"""Evaluate host functions on the CPU from the text that `ffi_bridge.kept_ptx` keeps, and return their launches.
 
 The text is the MLIR of our traced launch code (`host_text`). Values are integers, floats, nested tuples (shapes,
 strides, tiles), views of memory (`layouts`) and tensor maps (`encoded_maps`). A launch consists of a kernel, grid,

@@ -12,7 +12,10 @@ _LINE = re.compile(r"(?:(%[\w-]+(?:, %[\w-]+)*) = )?([a-z_]+(?:\.[a-z_]+)*)(.*)"
 
 
 class Line(NamedTuple):
-    """One operation. body: for scf.if, the lines of the two branches."""
+    """One operation.
+
+    body: for scf.if, the lines of the two branches.
+    """
 
     results: tuple[str, ...]
     name: str

@@ -1,8 +1,8 @@
 """Arithmetic on lanes, exact unless a docstring says otherwise. Immediates are numpy scalars.
 
-NaN: PTX's float32 instructions return one NaN, 0x7fffffff. Here its bits are numpy's, until an integer instruction
-reads them (float_registers.py); conversions to narrower formats return PTX's.
-Approximations (.approx, .full) are numpy's float32 functions: hardware's differ by a few units in the last place.
+NaN: PTX's float32 instructions return one NaN, 0x7fffffff. Here a NaN has numpy's bits until an integer instruction
+reads it (float_registers.py); conversions to narrower formats return PTX's NaN. Approximations (.approx, .full) are
+numpy's float32 functions; the hardware's differ by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ROUNDING = {
 def sum_to_round(a, b, name):
     """Return a + b such that rounding it to a format rounds the exact sum.
 
-    Rounding twice differs from rounding once only if the first result is half way between two numbers of the format, or
-    between two subnormal ones. All other sums need no more than one addition.
+    Rounding twice differs from rounding once only if the first result is half way between two numbers of the format;
+    subnormal results are suspect, too. Such sums are computed by `exact_sum`. All others need only one addition.
     """
     total = a + b
     tail, half, smallest = _ROUNDING[name]
@@ -266,8 +266,9 @@ def _ones(length):
 
 
 def prmt(a, b, selector):
-    """Select bytes of b:a by the selector's nibbles; the top bit of a nibble replicates the byte's sign to all 8
-    bits.
+    """Select bytes of b:a by the selector's nibbles.
+
+    The top bit of a nibble replicates the selected byte's sign to all 8 bits.
     """
     a, b, selector = np.broadcast_arrays(a, b, selector)
     return _pick_bytes(a, b, [selector >> np.uint32(4 * i) & np.uint32(15) for i in range(4)])

@@ -1,8 +1,8 @@
-"""Exported functions on the CPU, called with arguments by name: `machine` runs their kernels' PTX as host functions
-launch it.
+"""Exported functions on the CPU, called with arguments by name; `machine` runs their kernels' PTX.
 
-Objects, PTX and host functions come from one compilation (`ffi_bridge.kept_ptx`) and are kept between runs. No compiled
-host code runs, so the DSL's run-time library is not used.
+Grids and parameters are those with which the host functions launch the kernels. Objects, PTX and host functions come
+from one compilation (`ffi_bridge.kept_ptx`) and are kept between runs. No compiled host code runs, so the DSL's
+run-time library is not used.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ WHOLE_CTA = 0
 
 
 def cache_folder() -> Path:
-    """Return $GLULAM_EMULATOR_CACHE, else a user folder; it is not the kernels' cache, which is emptied for each
-    test.
+    """Return the emulator's cache folder: $GLULAM_EMULATOR_CACHE, else a user folder.
+
+    It is not the kernels' cache, which is emptied for each test.
     """
     if chosen := os.environ.get(ENV_CACHE):
         return Path(chosen)
@@ -56,8 +57,9 @@ def cache_folder() -> Path:
 
 
 class Texts:
-    """Compiled objects and the PTX and host text of their compilation. One compile process per architecture, started on
-    demand.
+    """Compiled objects, with the PTX and the host text of their compilation.
+
+    There is one compile process per architecture, started on demand.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class Stage:
 
     Attributes:
         programs: its kernels, by name.
-        unit_warps: number of warps that step together; warps with different roles step one by one, since they wait for
+        unit_warps: number of warps that step together. Warps with different roles step one by one, since they wait for
             each other.
     """
 

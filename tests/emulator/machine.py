@@ -1,5 +1,6 @@
-"""Runs a launch on the CPU: a grid of clusters of CTAs, whose units a seeded scheduler steps in three kinds of
-order.
+"""Run a launch on the CPU: a grid of clusters of CTAs.
+
+A seeded scheduler steps the units (warps that step together) in one of three kinds of order.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ class Machine:
         return self.seconds
 
     def turns(self) -> Iterator[None]:
-        """Run the launch, one unit's turn for each iteration; `waits` is True if it cannot continue by itself."""
+        """Run the launch, one unit's turn for each iteration.
+
+        `waits` is True while the launch cannot continue by itself, without another launch.
+        """
         ahead = self._by_cluster()
         spinning: set[Unit] = set()
         idle = 0

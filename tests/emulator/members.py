@@ -27,8 +27,9 @@ def _named(u, mask):
 
 
 def check(u, mask, m, op):
-    """Raise Fault for a lane that is not in its own mask, or a mask with inactive lanes, for which hardware would
-    wait.
+    """Raise EngineFault if a lane is not in its own mask, or if a mask names an inactive lane.
+
+    Hardware would wait for the inactive lane.
     """
     here = _by_warp(u, True if m is True else m)
     mask = _by_warp(u, mask)

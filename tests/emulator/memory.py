@@ -72,8 +72,9 @@ class Memory:
         raise KeyError(f"no extent begins at {address:#x}")
 
     def alloc(self, size: int, name: str = "buffer", align: int = 256) -> int:
-        """Allocate and register a poisoned buffer, with 4 KiB on either side that must not be accessed; return its
-        address.
+        """Allocate and register a poisoned buffer; return its address.
+
+        The 4 KiB on either side of the buffer must not be accessed.
         """
         raw = np.full(size + 2 * GUARD + align, self.poison, np.uint8)
         address = (raw.ctypes.data + GUARD + align - 1) // align * align

@@ -1,6 +1,6 @@
 """Calls of operators whose launches are recorded for mutants: small, but such that kernels use all their features.
 
-Rings wrap around; there are more groups than lanes in a warp, some without rows; ragged tails of every kind; NaN after
+Rings wrap around. There are more groups than lanes in a warp, some without rows; ragged tails of every kind; NaN after
 the last group.
 """
 
@@ -34,8 +34,9 @@ SMALL = spread({0: 3, 1: 17, 2: 20, 4: 1, 8: 2, 16: 2, 21: 5, 31: 2, 32: 33, 33:
 """Few rows in more groups than three times the lanes of a warp; in some stretches of 32 groups none has rows."""
 MANY = spread({0: 40, 1: 390, 2: 170, 4: 75, 8: 97, 16: 17, 21: 1, 28: 200, 31: 161, 32: 163, 33: 34, 34: 170, 36: 3,
                40: 1, 48: 161, 53: 2})  # fmt: skip
-"""More groups than a warp has lanes, of one to seven k-tiles of 64 rows; some last k-tiles are more than half full,
-some less.
+"""More groups than a warp has lanes, of one to seven k-tiles of 64 rows.
+
+Some last k-tiles are more than half full, some less.
 """
 
 
@@ -102,7 +103,8 @@ def mm_of_many_experts(given: Inputs) -> Any:
 def mm_by_tickets(given: Inputs) -> Any:
     """Call with rows by index, so many columns that clusters draw tickets, and groups of few and of many rows.
 
-    A thread copies rows that are 4 apart; the groups contain the first, the first two, up to all eight of them.
+    A thread copies up to eight rows, which are 4 apart. The groups contain its first row, its first two rows, up to all
+    eight.
     """
     many, few = {1: 140, 8: 94, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 55, 16: 15, 33: 27, 36: 3, 53: 2}
     sizes = spread({**many, **few})
@@ -120,13 +122,17 @@ mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial
 
 
 EACH_COUNT = tuple(range(1, 64, 4))
-"""Rows of each expert: a thread copies rows that are 4 apart, and the groups give it one row, two rows, up to all
-16.
+"""Rows of each expert.
+
+A thread copies rows that are 4 apart; the groups give it one row, two rows, up to all 16.
 """
 
 
 def mm_by_index(given: Inputs, k: int = 256) -> Any:
-    """Call with rows by index and four k-tiles, which a thread copies together, or another number."""
+    """Call with rows by index.
+
+    By default there are four k-tiles, which a thread copies together; another k gives another number.
+    """
     x, w, rows = given.normal(50, k), given.normal(len(EACH_COUNT), 72, k), indices(given, sum(EACH_COUNT), 50)
     return glulam.grouped_mm(x, w, offs=offs_of(given, EACH_COUNT), rows=rows)
 
@@ -233,8 +239,9 @@ def wgrad_of_wraps(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> 
 
 
 ENDS = (161, 161, 330, 290, 330, 300, 240, 170, 290, 300)
-"""Rows of ten groups, for five clusters of two tiles: rings end at different places, and last tiles have 5, 4 and 3
-k-tiles of 64 rows.
+"""Rows of ten groups, for five clusters of two tiles.
+
+Rings end at different places, and last tiles have 5, 4 and 3 k-tiles of 64 rows.
 """
 
 
@@ -280,8 +287,9 @@ def mlp_mxfp8_of_whole_vectors(given: Inputs) -> Any:
 
 
 SCALES_A_ROW = (*(count for count in range(32) if count % 4), 45, 46, 47)
-"""Numbers of 32-element blocks in a row for which scales are read byte by byte: in a tile's first eight k-tiles, and in
-later ones.
+"""Numbers of 32-element blocks in a row for which scales are read byte by byte.
+
+Such reads occur in a tile's first eight k-tiles, and in later ones.
 """
 
 
@@ -324,11 +332,10 @@ def dglu_of_many_experts(given: Inputs) -> Any:
 
 
 def quantize(given: Inputs, rows: int = 226, **options: Any) -> Any:
-    """Call with inf or NaN, and a number that becomes subnormal, at each position that a thread of the unrolled code
-    reads.
+    """Call with special numbers at each position that a thread of the unrolled code reads.
 
-    In a band of 128 rows, a thread has 8 elements of each of the rows 0, 1, 32, 33, 64, 65, 96 and 97, relative to its
-    first.
+    They are inf or NaN, and a number that becomes subnormal. In a band of 128 rows, a thread has 8 elements of each of
+    the rows 0, 1, 32, 33, 64, 65, 96 and 97, relative to its first.
     """
     x = given.normal(rows, 512) * given.scales(rows, 1).to(torch.bfloat16)
     row = torch.arange(rows)
@@ -344,14 +351,14 @@ def quantize_to_an_end(given: Inputs) -> Any:
 
 
 LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
-"""Numbers of rows in a band, such that the last row is one of a thread's rows, or the row before one."""
+"""Numbers of rows in a band. The last row is then one of a thread's rows, or the row before one."""
 
 
 def wgrad_of_all_kinds(given: Inputs, sizes: tuple[int, ...] = (*LAST_ROWS, 226), **options: Any) -> Any:
-    """Call with inf, NaN and a number that becomes subnormal at each position that a thread of the quantiser by groups
-    reads.
+    """Call with special numbers at each position that a thread of the quantiser by groups reads.
 
-    A thread has 8 columns of 16 rows. x has fewer columns than a CTA takes.
+    They are inf, NaN and a number that becomes subnormal. A thread has 8 columns of 16 rows. x has fewer columns than a
+    CTA takes.
     """
     dy, x = given.normal(sum(sizes), 512), given.normal(sum(sizes), 32)
     column = torch.arange(128)
@@ -381,7 +388,7 @@ ROUTINGS: dict[int, dict[str, Any]] = {
     116: {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2},
     120: {"normalize": False},
 }
-"""Options by number of experts: the numbers give each lane one to four experts, or some lanes one fewer."""
+"""Options of `route` by number of experts. The numbers give each lane one to four experts, or some lanes one fewer."""
 BIASED = (84, 116)
 
 
@@ -396,8 +403,9 @@ def route_special(given: Inputs, experts: int, dtype: torch.dtype) -> Any:
 
 
 CHOICES = ((3, 9), (32, 8), (32, 9), (50, 20), (128, 4), (144, 4))
-"""(tokens, choices a token): a chunk's choices are 32 times 1, 8, 9, 32, 8 and 9, and the last chunk is not always
-whole.
+"""(tokens, choices a token) for `route_choices`.
+
+A chunk's choices are 32 times 1, 8, 9, 32, 8 and 9, and the last chunk is not always whole.
 """
 
 
@@ -406,8 +414,9 @@ def route_choices(given: Inputs, tokens: int, k: int) -> Any:
 
 
 def route(given: Inputs) -> Any:
-    """Call with scores that are negative after adding the bias, since sort keys of negative numbers are encoded
-    differently.
+    """Call with scores that are negative after adding the bias.
+
+    Sort keys of negative numbers are encoded differently.
     """
     logits, bias = given.normal(70, 100, dtype=F32), given.normal(100, dtype=F32) - 3
     logits[torch.arange(4), 32 * torch.arange(4) + 2] = 0  # of a lane's every number

@@ -85,7 +85,7 @@ BLACKWELL_WGRAD_CALLS: tuple[tuple[Call, int], ...] = (
     (calls.wgrad_of_ends, 5),
     (calls.wgrad_of_many, 4),
 )
-"""Calls for a weight-gradient kernel, as it ships and compiled without constructs."""
+"""Calls for a weight-gradient kernel, both as it ships and compiled without some constructs."""
 
 CASES = {
     case.name: case

@@ -1,15 +1,16 @@
-"""Mutants: kernels in which one executed instruction is left out or changed, to test if the emulator detects the
-mistake.
+"""Mutants: kernels in which one executed instruction is left out or changed.
 
-A case has launches of a shipped function, each kept with all memory that it may touch. A mutant of its kernel is
-detected if a run of one of them, with one of the seeds, ends in a fault, or leaves other bytes than the unchanged
-kernel leaves with every seed; or if the race check finds a race. In tests/, this prints the outcome of a sample, or of
-every mutant if COUNT is 0; CASE may be all:
+They test whether the emulator detects the mistake. A case has launches of a shipped function, each kept with all memory
+that it may touch. A mutant of the case's kernel is detected in one of three ways: a run of a launch with one of the
+seeds ends in a fault; such a run leaves other bytes than the unchanged kernel leaves with every seed; or the race check
+finds a race.
+
+Run in tests/, this module prints the outcome of a sample, or of every mutant if COUNT is 0; CASE may be all:
 
     python -m emulator.mutants CASE COUNT [--seed SEED] [--shard I/N]
 
 Calls and reasons were made with the sample of seed 0 in view. A shard is every N-th mutant of the sample from the I-th
-on, I from 0 on, so that N processes share a case.
+on, counted from 0, so that N processes share a case.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ EQUIVALENT, MISSED = "equivalent", "NOT FOUND"
 
 
 class Found(NamedTuple):
-    """The way in which a mutant was detected; `how` is empty if it was not."""
+    """The way in which a mutant was detected.
+
+    `how`: DIFFERENCE, FAULT or RACE; empty: it was not detected.
+    """
 
     how: str
     seed: int
@@ -126,8 +130,8 @@ class Trier:
     """A case on which mutants of its kernel are tried.
 
     Attributes:
-        reached: indices of instructions that ran in any of the case's launches. total: number of the kernel's
-            instructions.
+        reached: indices of instructions that ran in any of the case's launches.
+        total: number of the kernel's instructions.
     """
 
     def __init__(self, name: str, checks_races: bool = True) -> None:

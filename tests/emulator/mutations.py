@@ -61,8 +61,9 @@ def mutants_of(kernel: Kernel, reached: set[int]) -> list[Mutant]:
 
 
 def around(kernel: Kernel, at: int) -> str:
-    """Return the instruction at a place, marked by ">", and NEAR instructions before and after it, one `normal` text a
-    line.
+    """Return the instruction at a place, marked by ">", with NEAR instructions before and after it.
+
+    There is one `normal` text a line.
     """
     texts = [normal(ins.text) for ins in kernel.code[max(at - NEAR, 0) : at + NEAR + 1]]
     texts[min(at, NEAR)] = "> " + texts[min(at, NEAR)]
@@ -92,10 +93,10 @@ def _other_bound(op: str) -> str:
 
 
 def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Yield variants with two exchanged source operands; for fma and mad a factor and the addend; for mma A and B if
-    they fit.
+    """Yield variants of an instruction with two exchanged operands.
 
-    For MMAs with block scales, also with exchanged scales of A and B.
+    They are the first two sources; for fma and mad a factor and the addend; for mma A and B, if they fit. For MMAs with
+    block scales the scales of A and B are exchanged, too.
     """
     pairs = [(2, 3) if ins.mods[0] in ("fma", "mad") else (1, 2)]
     if "block_scale" in ins.mods:
@@ -108,8 +109,7 @@ def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
 
 
 def _counts(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Yield variants with one integer constant increased (or changed in an equally relevant way), or one address
-    advanced.
+    """Yield variants with one integer constant changed (usually increased by 1), or with one address advanced.
 
     Addresses in tensor memory are advanced by one column.
     """
@@ -125,8 +125,9 @@ def _counts(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
 
 
 def _other_count(ins: Ins, place: int, value: int) -> int | None:
-    """Return another value for a constant; None for constants without effect, such as masks of all lanes or sleep
-    times.
+    """Return another value for a constant; None if the constant has no effect.
+
+    Constants without effect are, for example, masks of all lanes and sleep times.
     """
     if ins.op.startswith("shfl"):  # half the distance; the source of a broadcast is any lane of equal ones
         return value // 2 if place == 2 and "idx" not in ins.op else None
@@ -140,8 +141,9 @@ def _other_count(ins: Ins, place: int, value: int) -> int | None:
 
 
 def _access_bytes(op: str) -> int:
-    """Return the distance between adjacent accesses in units of the address: columns in tensor memory, bytes
-    elsewhere.
+    """Return the distance between adjacent accesses, in units of the address.
+
+    The unit is a column in tensor memory, and a byte elsewhere.
     """
     if op.startswith(_OF_TENSOR_MEMORY):
         return 1
@@ -157,7 +159,7 @@ _SYNCHRONISES = ("mbarrier", "bar", "barrier", "fence", "membar", "cp", "wgmma",
 
 
 def sample(name: str, mutants: list[Mutant], count: int, seed: int = 0) -> list[Mutant]:
-    """Return a sample of mutants: two thirds of instructions that synchronise or multiply, one third of others.
+    """Return a sample of mutants: two thirds change instructions that synchronise or multiply, one third others.
 
     Mutants are chosen by a hash of their text and the seed, so a changed kernel keeps most of its sample.
     """

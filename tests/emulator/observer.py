@@ -10,17 +10,26 @@ import numpy as np
 class Observer:
     """Interface of observers; this class does nothing.
 
-    Agents: a Unit (its warps' generic proxy; `unit.acting`: its active lanes, one for each place); a _Copy (cp.async,
-    reported at its issue; likewise); or an Operation (one asynchronous copy or multiplication: async proxy).
+    Agents, which access memory:
+        Unit: its warps' generic proxy. `unit.acting` are its active lanes, one for each place.
+        _Copy: a cp.async, reported at its issue; its lanes likewise.
+        Operation: one asynchronous copy or multiplication, of the async proxy.
 
-    Spaces: "global", where places are addresses and `cta` is None; "shared", where places are offsets in the CTA's
-    shared memory; "tensor", where places are lane * 512 + column, counted in words of 4 bytes.
+    Spaces, in which places lie:
+        "global": places are addresses, and `cta` is None.
+        "shared": places are offsets in the CTA's shared memory.
+        "tensor": places are lane * 512 + column, counted in words of 4 bytes.
 
-    Things that are released and acquired: ("mbarrier", mbarrier, phase); a NamedBarrier, a new object for each time
-    that threads meet there; ("cluster", cluster, phase); an Operation, released by its issuer and acquired by itself
-    when it begins, released when it is done and acquired by the threads that wait for its group; ("grid", machine), all
-    previous launches, released to let the next launch begin; ("init", mbarrier), only released; ("copies",), released
-    to close a group of cp.async, and ("copies", n), acquired to wait until n groups are pending (n None: no copies).
+    Things that are released and acquired:
+        ("mbarrier", mbarrier, phase).
+        NamedBarrier: a new object for each time that threads meet there.
+        ("cluster", cluster, phase).
+        Operation: released by its issuer, and acquired by itself when it begins; released when it is done, and acquired
+            by the threads that wait for its group.
+        ("grid", machine): all previous launches; released to let the next launch begin.
+        ("init", mbarrier): only released.
+        ("copies",): released to close a group of cp.async. ("copies", n): acquired to wait until n groups are pending
+            (n None: no copies).
     """
 
     def read(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:

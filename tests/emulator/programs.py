@@ -36,8 +36,9 @@ class Program(NamedTuple):
 
 TRANSLATOR = ("ptx.py", "instructions.py", "translate.py", "emitter.py", "float_registers.py", "formats.py", "lanes.py",
               "members.py", "parameters.py", "faults.py", "engines/__init__.py", "forms/*.py")  # fmt: skip
-"""Source files that translation imports. A change to any other file, such as the machine, its engines or the race
-check, keeps the cached programs.
+"""Source files that translation imports.
+
+A change to any other file, such as the machine, its engines or the race check, keeps the cached programs.
 """
 
 

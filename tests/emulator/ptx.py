@@ -199,8 +199,9 @@ def _shared_variable(found: re.Match) -> tuple[int, int]:
 
 
 def _parameters(text: str) -> tuple[dict, int]:
-    """Return each parameter's offset and size, packed as in the ABI (PTX ISA, section Kernel Function Parameters), and
-    the end.
+    """Return each parameter's (offset, size), and the end of the parameters.
+
+    They are packed as in the ABI (PTX ISA, section Kernel Function Parameters).
     """
     params, end = {}, 0
     pattern = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+.*\s)?([\w$]+)(?:\[(\d+)\])?$")

@@ -81,7 +81,9 @@ class Warp(Agent):
         lanes_know: for the warp, its copies and `lone`, the clock up to which all lanes know each other's accesses.
         before_fence: the clock at the last fence, which later relaxed stores and atomics release.
         unfenced: clocks received by relaxed loads; the next fence acquires them.
-        copier: agent number of this warp's cp.async copies. copies: their clock. groups: the clock at each commit.
+        copier: agent number of this warp's cp.async copies.
+        copies: the clock of these copies.
+        groups: the clock of the copies at each commit.
         slots: agent numbers of issued operations, with their last clocks. A number is reused after its last use is
             ordered before the new one.
         last: by kind of operation that runs in order (wgmma, tcgen05), the last one.
@@ -119,8 +121,9 @@ class Warp(Agent):
                 self.lanes_know[place] = max(self.lanes_know[place], clock.item(ALL, number))
 
     def handed_on(self, alone: bool) -> np.ndarray:
-        """Return the clock that the warp's lanes release; a lane alone does not release others' accesses since they
-        synchronised.
+        """Return the clock that the warp's lanes release.
+
+        If a lane acts alone, the clock leaves out the other lanes' accesses since the lanes last synchronised.
         """
         if not alone:
             return self.clock
@@ -129,9 +132,7 @@ class Warp(Agent):
         return clock
 
     def fence_rows(self, rows: tuple[int, ...]) -> None:
-        """Make later accesses of the async proxy, or uses of mbarriers, ordered after everything that the warp
-        knows.
-        """
+        """Order later accesses of the async proxy, or uses of mbarriers, after everything that the warp knows."""
         for row in rows:
             np.maximum(self.clock[row], self.clock[ALL], out=self.clock[row])
         self.tick()
@@ -167,8 +168,9 @@ class Copying(Agent):
 
 
 class Operating(Agent):
-    """Agent for an operation of the async proxy: it begins with its issuer's clock, and is known to agents that wait
-    for it.
+    """Agent for an operation of the async proxy.
+
+    It begins with its issuer's clock; agents that wait for the operation learn its clock.
     """
 
     proxied = True

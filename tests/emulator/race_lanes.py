@@ -23,8 +23,12 @@ STEPS = (16, 4, 1)
 
 
 class Unsynchronised(Exception):
-    """Raised for a race between two lanes of a warp: the offset, the earlier access's epoch, and True if that access
-    was a read.
+    """Raised for a race between two lanes of a warp.
+
+    Attributes:
+        offset: the offset in the piece of memory.
+        epoch: the earlier access's epoch.
+        was_read: True: the earlier access was a read.
     """
 
     def __init__(self, offset: int, epoch: int, was_read: bool) -> None:

@@ -48,8 +48,9 @@ class States:
         self._proxied = proxied
 
     def after(self, state: int, agent: Agent, kind: int, row: int) -> int:
-        """Return the state after an access; raise Conflict for a race. row: the row of the clock for the other proxy's
-        writes.
+        """Return the state after an access; raise Conflict for a race.
+
+        row: the row of the clock for the other proxy's writes.
         """
         write, reads, strong_reads, strong_writes = self._states[state]
         strong = kind in (STRONG_READ, STRONG_WRITE)
@@ -212,8 +213,9 @@ def _after(states: States, state: int, agent: Agent, access: Access) -> int:
 
 
 def _at_once(states: States, level: _Level, access: Access, index: np.ndarray) -> bool:
-    """Record several agents' accesses together if each finds a single state and no granule is shared. Return True if
-    done.
+    """Record several agents' accesses together, if each agent finds a single state and no granule is shared.
+
+    Return True if that was done.
     """
     old = level.state[index]
     first = old[:, :1]

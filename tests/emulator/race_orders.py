@@ -107,8 +107,9 @@ class Orders(Observer):
         self._touched: dict[Any, dict[int, tuple[int, int]]] = {}  # by CTA and agent's number: last epoch, its place
 
     def launch(self, machine: Any, early: bool = False) -> None:
-        """Begin a launch after all others; with `early`, as soon as all CTAs of the previous one allowed it, or
-        ended.
+        """Begin a launch after all others.
+
+        early: it may begin as soon as all CTAs of the previous launch have allowed it, or ended.
         """
         _check_registers(machine.kernel)
         self.begin(early)
@@ -124,8 +125,9 @@ class Orders(Observer):
             self._base[:, LAUNCH_EARLIER] = FOREVER
 
     def launch_beside(self, machine: Any, early: bool, stream: Any) -> None:
-        """Begin a launch after its stream's earlier launches and concurrent with other streams': for ranks that write
-        to each other's memory.
+        """Begin a launch after its stream's earlier launches, and concurrent with other streams' launches.
+
+        It is for ranks that write to each other's memory.
         """
         _check_registers(machine.kernel)
         last = self._streams.get(stream)

@@ -15,8 +15,9 @@ ENDS = ("bra", "ret", "exit", "trap")
 
 
 def unfenced(kernel: Kernel) -> Ins | None:
-    """Return a wgmma.mma_async that some path reaches from a register access without a wgmma.fence; None: there is
-    none.
+    """Return a wgmma.mma_async that some path reaches from a register access without a wgmma.fence.
+
+    None: there is none.
     """
     code = kernel.code
     takes = {at: set(_registers(ins.args[:2])) for at, ins in enumerate(code) if _is_multiplication(ins)}

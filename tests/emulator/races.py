@@ -1,9 +1,9 @@
-"""A race check: two accesses to one place, one of them a write, must be ordered in every schedule, not only in the
-emulated one.
+"""A race check: two accesses to one place, one of them a write, must be ordered in every schedule.
 
-Vector clocks after FastTrack (Flanagan and Freund, 2009). An agent is a warp, the copies of its cp.async, or an
-operation of the async proxy; an operation that several lanes of a warp issue by one instruction is one. Memory is kept
-by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
+It is not enough that the emulated schedule orders them. The check keeps vector clocks after FastTrack (Flanagan and
+Freund, 2009). An agent is a warp, the copies of its cp.async, or an operation of the async proxy; operations that
+several lanes of a warp issue by one instruction are one agent. Memory is kept by granules of 16 bytes, split if
+accesses are smaller. These events order accesses ("from A, to B": A before B), by section of the PTX ISA:
     "Memory Consistency Model: Causality Order", "Release and Acquire Patterns": st.release, atom.acq_rel, or a fence
         and a relaxed access, to ld.acquire, or a relaxed access and a fence, that reads the same word.
     "Morally strong operations": atom, red, .relaxed, .acquire, .release, .volatile do not race with each other.
@@ -81,8 +81,9 @@ class Races(Orders):
         self._shadows.clear()
 
     def follow(self, machine: Any, written: Iterable[tuple[int, int]]) -> None:
-        """Begin a launch while another one still runs. written: (address, bytes) of the memory that the other
-        writes.
+        """Begin a launch while another one still runs.
+
+        written: (address, bytes) of the memory that the other launch writes.
         """
         self.launch(machine, early=True)
         state = self._states.number((LAUNCH_BEFORE << SHIFT | 1, (), (), ()))
@@ -141,8 +142,9 @@ class Races(Orders):
                 warp.tick()
 
     def _parts(self, access: Access, unit: Any, agent: Any, at: np.ndarray):
-        """Yield the accesses of the active warps, and their places; one access for all warps if each has equally
-        many.
+        """Yield the accesses of the active warps, and their places.
+
+        If all these warps have equally many places, there is one access for all of them.
         """
         warps = self.of(unit)
         if len(warps) == 1:

@@ -1,8 +1,8 @@
-"""Record of results that a GPU computed, in a small file: `python -m emulator.record FILE` in tests/, on a machine with
-the GPU.
+"""Record results that a GPU computed in a small file.
 
-An exact result is stored as the hash of its bytes, another result as SAMPLE values at places that depend on its size.
-The file also names the GPU and the version of torch; add the commit by hand.
+Run it in tests/, on a machine with the GPU: `python -m emulator.record FILE`. An exact result is stored as the hash of
+its bytes, another result as SAMPLE values at places that depend on its size. The file also names the GPU and the
+version of torch; add the commit by hand.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SAMPLE = 64
 ROUNDINGS = 2.0
 """Allowed error of a result that is not exact: a number of roundings, in its dtype, of the sample's largest value."""
 OF_FLOAT32 = 2.0**-15
-"""Allowed relative error of float32 results, used instead of a rounding: the GPU approximates exp, rsqrt and
-division.
+"""Allowed relative error of float32 results, used instead of a rounding.
+
+The GPU approximates exp, rsqrt and division.
 """
 
 EDGES = 4
-"""Number of sampled values that may differ by more than ROUNDINGS in calls that round their activation to E4M3: an
-activation near the edge between two numbers is rounded to the other one by the GPU, whose exp is an approximation
-and whose FP8 MMA keeps fewer bits than float32.
+"""Number of sampled values that may differ by more than ROUNDINGS, in calls that round their activation to E4M3.
+
+The GPU, whose exp is an approximation and whose FP8 MMA keeps fewer bits than float32, rounds an activation near the
+edge between two numbers to the other one.
 """
 OF_AN_EDGE = 2.0**-5
-"""The most by which one activation that is rounded to the other number changes a result, over the sample's largest
-value.
-"""
+"""Largest change of a result by one activation that is rounded to the other number, over the sample's largest value."""
 
 
 def described(name: str, tensors: list[Tensor]) -> list[dict[str, Any]]:

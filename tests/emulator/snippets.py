@@ -1,4 +1,4 @@
-"""Runs a few lines of PTX on lanes, without a machine, for tests of the parser and the translator.
+"""Run a few lines of PTX on lanes, without a machine, for tests of the parser and the translator.
 
     done = execute("add.s32 %r0, %r1, %r2;", r1=[1, 2], r2=[3, 4])
     done.r0  # array of 32 lanes: 4, 6, then 0

@@ -1,4 +1,7 @@
-"""Reads of memory that nobody has written, by kernels in the emulator: what initcheck reports on a GPU, and TMA's."""
+"""Reads of memory that nobody has written, by kernels in the emulator.
+
+They are the reads that initcheck reports on a GPU, and TMA's.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from .observer import Observer
 
 
 class Unwritten(Observer):
-    """Observer of memory that torch.empty and its like make in the context `watching`.
+    """Observer of the memory that torch.empty and similar functions make in the context `watching`.
 
-    It takes the place of an emulator's `races`. A byte is unwritten until a kernel writes it, or torch any byte of its
-    tensor.
+    It takes the place of an emulator's `races`. A byte is unwritten until a kernel writes it, or torch writes any byte
+    of its tensor.
 
     Attributes:
-        found: numbers of bytes read before anybody wrote them, by the kernel's name and by what read them: a Unit (the
-            kernel's threads), a _Copy (cp.async) or an Operation (TMA).
+        found: numbers of bytes read before anybody wrote them, by (the kernel's name, the kind of reader). The kinds
+            are Unit (the kernel's threads), _Copy (cp.async) and Operation (TMA).
     """
 
     def __init__(self) -> None:

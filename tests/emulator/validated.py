@@ -39,8 +39,9 @@ SMALL = Size(
     matrices=((5, 32), (34, 96)),
     streams=(((1, 1), 8), ((3, 5), 72)),
 )
-"""Small sizes: operands of several k-tiles or an odd rest; groups of no rows, of one row, and of more than a tile of
-16.
+"""Small sizes.
+
+Operands have several k-tiles or an odd rest. Groups have no rows, one row, or more than a tile of 16.
 """
 
 

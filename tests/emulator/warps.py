@@ -31,8 +31,8 @@ ENGINES = (Accesses, Copies, Mbarriers, BulkCopies, WarpMma, WarpgroupMma, Tenso
 class Registers:
     """Registers of a unit's lanes: one array [registers, lanes] for each width, and views of it for each type.
 
-    Registers initially hold patterns that are NaN or far from any address, so that a missing write gives wrong results:
-    positive or, with `negative`, negative, and predicates true.
+    Registers initially hold patterns that are NaN or far from any address, so that a missing write gives wrong results.
+    The patterns are positive. With `negative` they are negative, and predicates are true.
     """
 
     def __init__(self, counts: dict[str, int], lanes: int, negative: bool = False):
@@ -124,8 +124,9 @@ class Unit(Registers, *ENGINES):
         return [self.full(a)[m] for a in arrays]
 
     def full(self, x) -> np.ndarray:
-        """Broadcast a value to an array of all lanes; np.broadcast_to on every call would take as long as an
-        addition.
+        """Broadcast a value to an array of all lanes.
+
+        Arrays are returned as they are: np.broadcast_to on every call would take as long as an addition.
         """
         return x if isinstance(x, np.ndarray) and x.ndim else np.broadcast_to(x, self.n)
 

@@ -27,10 +27,13 @@ from .tensors import arguments, group_sizes, tensors_of, values
 Given = dict[str, Any]
 NOT_TRAINED = {"offs", "splits", "rows", "ids", "num_tokens", "expert_map", "mask", "out"}
 OF_FP8 = 0.15
-"""Tolerance of a gradient by FP8 operands, compared with one in float64, over the largest value of the gradient."""
+"""Tolerance of a gradient computed from FP8 operands, relative to the largest value of the gradient in float64."""
 OF_AN_ACTIVATION = 0.13
-"""Tolerance of a result whose activations are rounded to E4M3, over its largest value: one activation halfway between
-two numbers may become either, which are up to an eighth of it apart, and may be nearly all of a small result."""
+"""Tolerance of a result whose activations are rounded to E4M3, relative to its largest value.
+
+One activation halfway between two numbers may become either. The two are up to an eighth of it apart, and the
+activation may be nearly all of a small result.
+"""
 OK, REFUSED, UNDECIDED = "passed", "refused", "undecided"
 OPINIONS = 4
 SUM_TO_ZERO = ("load_balancing_loss", "route")
@@ -39,7 +42,7 @@ _capturing = threading.Lock()
 
 
 class Wrong(Exception):
-    """A wrong result; the message says which one, and why."""
+    """Raised for a wrong result; the message says which one, and why."""
 
 
 def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -157,7 +160,7 @@ def tolerance_of(problem: Problem, is_gradient: bool) -> float | None:
 def _within_rounding(
     problem: Problem, given: Given, place: int, is_gradient: bool, got: Tensor, exact: Tensor
 ) -> bool:  # fmt: skip
-    """Return True if perturbing inputs by one rounding changes the result as much as its error.
+    """Return True if perturbing the inputs by one rounding changes the result by as much as its error.
 
     This is a second opinion for small results, for which torch's own error is not meaningful.
     """

@@ -1,7 +1,7 @@
 """The space of problems, taken from the library's declarations: functions, options, recipes, kinds of weights.
 
-A new operator, flag, activation, number, recipe or format is drawn without a line here. A parameter of a kind that
-nothing here knows is named by `undrawn`, and fails a test.
+A new operator, flag, activation, number, recipe or format is drawn without a line here. If nothing here knows the kind
+of a parameter, `undrawn` names the parameter, and a test fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {**PUBLIC, **INNER}
 GROUPS = ("offs", "splits_int32", "splits_int64", "splits_list")
 LAYER = ("moe", "moe_of_choices", "permute", "combine", "route", "Routing.from_topk", "load_balancing_loss",
          "router_z_loss")  # fmt: skip
-"""Functions of tokens."""
+"""Functions of a layer, whose arguments have rows of tokens."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -56,12 +56,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "eps": (1e-6, 1e-2),
     **dict.fromkeys(("sinkhorn_eps", "rms_eps", "norm_eps"), (1e-6, 1e-2)),
 }
-"""Values of options by name, the simplest first. Flags are told by their defaults, numbers by `NUMBERS`."""
+"""Values of options by name, the simplest first.
+
+Not listed: flags, which are recognised by their defaults, and activations' constants (`NUMBERS`).
+"""
 OWN_CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("prepare_mxfp8_weight", "axis"): AXES, ("boundary", "iters"): (20, 1, 3),
 }  # fmt: skip
 OF_NUMBERS = {"limit": (7.0, 1.5, 0.0), "up_cap": (25.0, None, 2.0)}
-"""Values of numbers besides their default and half of it."""
+"""Values of an activation's constant, if they are not its default and half of it."""
 NOT_DRAWN = {
     "parallel": "needs ranks",
     "max_error": "a threshold of refusals",
@@ -84,8 +87,9 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def values_of(call: str, name: str) -> tuple[Any, ...]:
-    """Return the values of an option, the simplest first; empty if the parameter is no option, or its values are
-    unknown.
+    """Return the values of an option, the simplest first.
+
+    Empty: the parameter is not an option, or its values are unknown.
     """
     parameter = parameters(call)[name]
     if name in NOT_DRAWN or "Tensor" in str(parameter.annotation):

@@ -146,7 +146,7 @@ TRAINED = ("grouped_mm", "grouped_glu", "grouped_mlp", "moe", "permute", "combin
 
 
 SETTLED = ("recipe", "activation")
-"""Options of many values, which take turns: of each function all pairs are drawn in the end."""
+"""Options with many values, which take turns. In the end all their pairs are drawn for each function."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,11 @@ GRAPHED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_bias_grad")
 """Functions that are captured as they are; group sizes of the others are part of larger objects."""
 LARGEST_STEP = {"quantize_nvfp4": 1 / 6 + 1 / 16, "quantize_fp8_block": 1 / 16, "prepare_mxfp8_weight": 1 / 8,
                 "prepare_mxfp4_weight": 0.26}  # fmt: skip
-"""Largest error of a quantised number, relative to the largest of its row, by function name. E2M1 has steps of 2 below
-6 and E4M3 of 2^-3; an NVFP4 scale is itself rounded by 1 / 16; E2M1 clamps an MXFP4 block's maximum of 7.99 to 6."""
+"""Largest error of a quantised number, relative to the largest of its row, by function name.
+
+E2M1 has steps of 2 below 6 and E4M3 of 2^-3; an NVFP4 scale is itself rounded by 1 / 16; E2M1 clamps an MXFP4 block's
+maximum of 7.99 to 6.
+"""
 
 
 def _rows_of_routing(made: Any) -> tuple[Any, Tensor, Tensor, int]:
@@ -69,8 +72,9 @@ def _quantize_mxfp8(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _used(problem: Problem, given: dict[str, Any], axis: str, data: Tensor) -> int | None:
-    """Return the number of elements in rows of groups, the only ones to compare; None: the call has no groups, so
-    all.
+    """Return the number of elements in rows of groups, which alone are compared.
+
+    None: the call has no groups, and all elements are compared.
     """
     return problem.rows * data.shape[-1] if "offs" in given else None
 
@@ -84,7 +88,7 @@ def _quantize_mxfp4(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _near(problem: Problem, given: dict[str, Any], made: Any) -> None:
-    """Raise Wrong unless a quantised weight is near the original weight."""
+    """Raise AssertionError unless a quantised weight is near the original weight."""
     w = given["w"].double()
     w = w.mT if problem.options.get("axis") == "col" and made.shape != w.shape else w
     got = made.dequantize().double().cpu()

@@ -1,6 +1,7 @@
 """Expected results of calls, by torch's own operators in any dtype: the oracle of the tests, applied to a problem.
 
-A function without a formula here is compared with itself in float64 (`has_formula`), so that new functions are covered.
+A function without a formula here is compared with itself in float64 (`check.expected`), so that new functions are
+covered.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Told:
         return self._adapted(name, w.mT if self.transposed else w)
 
     def _adapted(self, name: str, w: Tensor) -> Tensor:
-        """Return a weight with its adapter added, except for experts without rows, whose NaN would spread to
-        gradients.
+        """Return a weight with its adapter added.
+
+        Experts without rows get no adapter, since the NaN in theirs would spread to gradients.
         """
         a, b = self.get(f"lora_a{name[1:]}"), self.get(f"lora_b{name[1:]}")
         if a is None:

@@ -1,4 +1,4 @@
-"""Runs many problems in a few processes, and shrinks a failing one to the simplest.
+"""Run many problems in a few processes, and shrink a failing one to the simplest.
 
 Problems come in rounds. A round draws a few problems of one stratum (a function with a recipe and an activation) by
 hypothesis, from its own seed; the next round takes the next stratum. So all strata are drawn, and a seed gives the same

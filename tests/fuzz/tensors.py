@@ -29,7 +29,7 @@ from .problem import Problem
 NOWHERE = 2**30
 PADDING = 8
 INDEXED = {"rows": ("x", "dy"), "x_rows": ("x",), "dy_rows": ("dy",)}
-"""Matrices that each argument of indices selects rows of."""
+"""For each argument that holds indices: the matrices from which it selects rows."""
 STREAMS = 4
 COEFFICIENTS = STREAMS * (STREAMS + 2)
 RANK, LORA_SCALE = 8, 0.5
@@ -205,8 +205,9 @@ def _streams(b: Build) -> Tensor:
 
 
 def _float32(*shape: int, place: int, scale: float = 1.0) -> Callable[[Build], Tensor]:
-    """Return a function that makes a float32 parameter of hyper-connections. In `shape`, 0 stands for tokens, -1 for n
-    H, -2 for H.
+    """Return a function that makes a float32 parameter of hyper-connections.
+
+    In `shape`, 0 stands for the number of tokens, -1 for n H, and -2 for H.
     """
 
     def make(b: Build) -> Tensor:
