@@ -264,7 +264,7 @@ class TestKernels:
                 free, kept = (choose(changed(problem, invariant=mode), "sm_90a").spec for mode in (False, True))
                 assert isinstance(free, GroupedMlpSpec) and isinstance(kept, GroupedMlpSpec)
                 assert kept == free if free.fc1.tile not in SPLIT_W8 else kept.fc1.tile == kept.fc2.tile == TINY_W8
-                assert (free.fc1.tile in SPLIT_W8) == (rows <= 12 and not problem.save_preact)
+                assert (free.fc1.tile in SPLIT_W8) == (rows <= 11 and not problem.save_preact)
 
     def test_kernels_of_one_order_stay(self) -> None:
         """The switch costs nothing where a problem has one order: the same kernel for every number of rows."""

@@ -253,8 +253,7 @@ class TestHostPath:
     def test_rows_an_expert_choose_the_tile(self, fake_gpu: FakeGpu) -> None:
         weights = (512, 512, 256), (512, 256, 256)
         for recipe in RECIPES:
-            slim = {SLIM_W8: 27} if recipe == "mxfp4_weight_only" else {}
-            limits = {TINY_W8: 12, **slim, SMALL_W8: 52, FITTED_W8: 85, MEDIUM_W8: 120}
+            limits = {TINY_W8: 11, SLIM_W8: 27, SMALL_W8: 52, FITTED_W8: 85, MEDIUM_W8: 120}
             decoded = [(1, TINY_W8), *((most, tile) for tile, most in limits.items())]
             above = zip(limits.values(), (*list(limits)[1:], LARGE_W8), strict=True)
             decoded += [(most + 0.5, tile) for most, tile in above]
@@ -279,21 +278,20 @@ class TestHostPath:
         """Tiles by the slabs of 64 weight rows of FC2 that the rows can reach."""
         few, many = 256, 4096  # columns of FC2: 4 and 64 slabs
         chosen = [(1, few, QUARTERS_W8), (33, few, QUARTERS_W8), (34, few, HALVES_W8), (700, few, HALVES_W8)]
-        chosen += [(2, many, QUARTERS_W8), (6, many, HALVES_W8), (7, many, TINY_W8), (800, few, SMALL_W8)]
+        chosen += [(2, many, QUARTERS_W8), (6, many, HALVES_W8), (7, many, TINY_W8), (800, few, SLIM_W8)]
         for rows, out, tile in chosen:
             told = glulam.explain("grouped_mlp", (rows, 256), (64, 1024, 256), (64, out, 512), recipe=recipe)
             if recipe == "mxfp8_exact" and tile in SPLIT_W8:
                 tile = TINY_W8
-            if recipe == "mxfp4_weight_only" and tile is SMALL_W8:
-                tile = SLIM_W8
             assert isinstance(told.spec, GroupedMlpSpec) and {told.spec.fc1.tile, told.spec.fc2.tile} == {tile}
             assert told.why.endswith(tile.name)
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
-        told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")
-        assert told.why == f"34 rows over 2 experts are 17 an expert, more than 12 and at most 52: {SMALL_W8.name}"
+        told = glulam.explain("grouped_mlp", (68, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")
+        assert told.why == f"68 rows over 2 experts are 34 an expert, more than 27 and at most 52: {SMALL_W8.name}"
         assert told.why_not == (
-            f"{TINY_W8.name}: for at most 12 rows an expert",
+            f"{TINY_W8.name}: for at most 11 rows an expert",
+            f"{SLIM_W8.name}: for more than 11 and at most 27 rows an expert",
             f"{FITTED_W8.name}: for more than 52 and at most 85 rows an expert",
             f"{MEDIUM_W8.name}: for more than 85 and at most 120 rows an expert",
             f"{LARGE_W8.name}: for more than 120 rows an expert",

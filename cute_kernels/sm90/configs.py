@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..formats import DECODED, DENSE, OPERANDS, Operands
+from ..formats import DECODED, DENSE, OPERANDS
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
     adapted,
@@ -75,8 +75,8 @@ TILES8_W4 = (LARGE8_W4, SMALL8, SLIM8_W4, TINY8_W4)
 # Few rows (SMALL_W8): four warpgroups decode, which hide each other's latencies; the fewer columns an MMA has, the less
 # of x every CTA loads beside its weights. FITTED_W8 has the most rows for which four warpgroups have registers: for
 # experts with somewhat more than 64 rows (gpt-oss-120b, 64 rows on average: 0.80 to 0.85 of MEDIUM_W8's time).
-# Few rows and 4-bit weights (SLIM_W8): a weight is decoded once for 32 rows, twice as many as in TINY_W8, and still in
-# whole words (by_words.py).
+# Somewhat fewer rows (SLIM_W8): a weight is decoded once for 32 rows, twice as many as in TINY_W8; 4-bit weights still
+# in whole words (by_words.py).
 # Fewest rows (TINY_W8): the four warpgroups belong to two CTAs of an SM, so that a token's few experts fill more SMs
 # (eight of Qwen3-30B's experts in MXFP8: 23.6 us instead of 29.1), and one CTA's epilogue hides behind the other's
 # decoding.
@@ -91,18 +91,12 @@ TINY_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
 SLIM_W8 = TileConfig(m=32, n=128, k=128, schedule="swapped_single")
 HALVES_W8 = TileConfig(m=16, n=64, k=128, schedule="swapped_halves")
 QUARTERS_W8 = TileConfig(m=16, n=64, k=128, schedule="swapped_quarters")
-TILES_W8 = (LARGE_W8, MEDIUM_W8, FITTED_W8, SMALL_W8, TINY_W8)
+TILES_W8 = (LARGE_W8, MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, TINY_W8)
 SPLIT_W8 = (QUARTERS_W8, HALVES_W8)
-
-
-def _decoding_tiles(operands: Operands) -> tuple[TileConfig, ...]:
-    slim = (SLIM_W8,) if operands.w.bits < 8 else ()
-    split = SPLIT_W8 if operands.x is DENSE else ()  # "mxfp8_exact" promises one order of sums for any number of rows
-    return (*TILES_W8, *slim, *split)
-
-
-DECODING_TILES = {operands: _decoding_tiles(OPERANDS[operands]) for operands in DECODED}
-"""Tiles of 16-bit rows and quantised weights, by key of `formats.OPERANDS`."""
+DECODING_TILES = {one: (*TILES_W8, *SPLIT_W8) if OPERANDS[one].x is DENSE else TILES_W8 for one in DECODED}
+"""Tiles of 16-bit rows and quantised weights, by key of `formats.OPERANDS`. With "mxfp8_exact", whose rows hold MXFP8
+values, sums have one order for any number of rows, so SPLIT_W8 does not serve it.
+"""
 # Data gradients through quantised weights, which are decoded into shared memory: weights are the MMA's second operand,
 # as 16-bit weights are. No cluster: every CTA decodes its own weights, so that a cluster would share nothing.
 DGRAD_W = TileConfig(m=128, n=128, k=64, schedule="pingpong")
@@ -127,7 +121,7 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
         for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block_weight_only")
         for tile in (MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, TINY_W8, HALVES_W8, QUARTERS_W8)
     },
-    ("mxfp8_exact", TINY_W8, False): _EITHER,
+    **{("mxfp8_exact", tile, False): _EITHER for tile in (SLIM_W8, TINY_W8)},
 }
 """Choices that an FC1 kernel makes at run time, by (key of `formats.OPERANDS`, tile, True if it stores the
 preactivation).

@@ -44,25 +44,21 @@ from .gemm_policy import gemm_policy as gemm_policy
 
 MEASURED = Path(__file__).with_name("measured.json")
 
-_MANY_ROWS = {SMALL_W8: 52, FITTED_W8: 85, MEDIUM_W8: 120, LARGE_W8: math.inf}
-_DECODING = {TINY_W8: 12, **_MANY_ROWS}
-_DECODING_4_BITS = {TINY_W8: 12, SLIM_W8: 27, **_MANY_ROWS}
+_DECODING = {TINY_W8: 11, SLIM_W8: 27, SMALL_W8: 52, FITTED_W8: 85, MEDIUM_W8: 120, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     **dict.fromkeys(("mxfp8", "fp8_block"), {SMALL8: 60, LARGE8: math.inf}),
     "mxfp4": {TINY8_W4: 12, SLIM8_W4: 24, SMALL8: 40, LARGE8_W4: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
-    **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), _DECODING_4_BITS),
 }
 """For each key of `formats.OPERANDS`: tiles in ascending order, each with the greatest average number of rows an expert
 for which the tile is chosen.
 
 Weights that are decoded to 16 bits are decoded again for every row tile of an expert. A tile of the next size (TINY_W8
-16 rows, SMALL_W8 64, FITTED_W8 96, MEDIUM_W8 128, LARGE_W8 256) takes 1.14, 1.12, 1.15 and 1.55 times as long. The
-limits are the averages at which the smaller size takes as long as the larger one: random routing then gives 10, 6, 12
-and 25 % of the groups more rows than the smaller tile holds. In MXFP4 a row tile of SLIM_W8 takes 1.03 times as long as
-one of TINY_W8, and one of SMALL_W8 1.6 to 1.9 times, since the first two have a faster mainloop (mainloop/few_rows.py).
-NVFP4 has MXFP4's limits; generating tokens takes 1.05 to 1.08 times as long with it as with MXFP4
-(docs/decisions/nvfp4-weights.md).
+16 rows, SLIM_W8 32, SMALL_W8 64, FITTED_W8 96, MEDIUM_W8 128, LARGE_W8 256) takes 1.03, 1.11, 1.12, 1.15 and 1.55
+times as long; in 4 bits SMALL_W8 takes 1.55 to 1.85 times as long as SLIM_W8, which has a faster mainloop
+(mainloop/few_rows.py). The limits are the averages at which the smaller size takes as long as the larger one: random
+routing then gives 6, 15, 5, 11 and 25 % of the groups more rows than the smaller tile holds. NVFP4 has MXFP4's limits;
+generating tokens takes 1.05 to 1.08 times as long with it as with MXFP4 (docs/decisions/nvfp4-weights.md).
 
 FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
 1.29 times as fast (four models, one H100).
