@@ -49,7 +49,10 @@ BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
 """Quantisation recipes, each with its replacement on architectures whose tensor cores apply block scales themselves. On
 these, weights with block scales are exact without being folded (to one scale a row)."""
 
-_HOPPER = "cooperative", "pingpong", "swapped", "swapped_single", "swapped_halves", "swapped_quarters", "swapped_whole"
+_HOPPER = (
+    "cooperative", "pingpong", "swapped", "swapped_single", "swapped_in_order", "swapped_halves", "swapped_quarters",
+    "swapped_whole",
+)  # fmt: skip
 _B200 = Architecture(
     "sm100", "B200", "", 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "mxfp4", "fp8_block"), BY_BLOCKS,
     constructs=tuple(CONSTRUCTS),

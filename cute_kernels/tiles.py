@@ -33,6 +33,8 @@ class Schedule:
         splits: number of MMA warpgroups that share the depth of their slabs. Each multiplies every `splits`-th k-tile,
             and one of them adds the sums.
         swapped: weights are the rows of the MMA, and rows of x its columns.
+        in_order: swapped, and sums have wgmma's order whatever the format of the weights. Otherwise 4-bit weights of
+            few rows have another mainloop, and another order (sm90/by_words.py).
         reads_decoded: swapped, and the MMA reads weights that other warpgroups have decoded to FP8 in shared memory;
             otherwise warpgroups of a swapped tile decode the weights that they multiply, in registers.
         by_warps: each warp multiplies by itself (mma.sync), without TMA or wgmma.
@@ -49,6 +51,7 @@ class Schedule:
     warpgroups: int = 1
     splits: int = 1
     swapped: bool = False
+    in_order: bool = False
     reads_decoded: bool = False
     by_warps: bool = False
     in_tensor_memory: bool = False
@@ -57,12 +60,14 @@ class Schedule:
 
 # The columns of a swapped tile's wgmma are rows of x.
 _SWAPPED = Schedule(short="swap", heights=(16, 32, 64, 96, 128, 256), widths=(128, 256), slabs=2, swapped=True)
+_SINGLE = dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128), (32, 128)))
 _SPLIT = dataclasses.replace(_SWAPPED, heights=(16,), widths=(64,), slabs=1)
 SCHEDULES = {
     "cooperative": Schedule(short="coop", clusters=CLUSTERS, slabs=1),
     "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
     "swapped": _SWAPPED,
-    "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128), (32, 128))),
+    "swapped_single": _SINGLE,
+    "swapped_in_order": dataclasses.replace(_SINGLE, short="swapo", heights=(32,), widths=(128,), in_order=True),
     "swapped_halves": dataclasses.replace(_SPLIT, short="swap2", splits=2, paired=((16, 64),)),
     "swapped_quarters": dataclasses.replace(_SPLIT, short="swap4", splits=4),
     "swapped_whole": Schedule(short="swapw", heights=(16, 32), widths=(128, 256), swapped=True, reads_decoded=True),
@@ -105,9 +110,9 @@ class TileConfig:
         pingpong: two warpgroups have a tile each and take turns, so that the epilogue of one runs during the MMAs of
             the other.
         swapped: weights are the rows of the MMA and rows of x its columns, y^T = w x^T. MMA warpgroups share a tile,
-            128 of its n weight rows each. swapped_single: 64 weight rows each. swapped_halves, swapped_quarters: two or
-            four MMA warpgroups have the same 64 weight rows, and every second or fourth k-tile each. swapped_whole: one
-            MMA warpgroup has all weight rows, which other warpgroups decode to FP8.
+            128 of its n weight rows each. swapped_single, swapped_in_order: 64 weight rows each. swapped_halves,
+            swapped_quarters: two or four MMA warpgroups have the same 64 weight rows, and every second or fourth k-tile
+            each. swapped_whole: one MMA warpgroup has all weight rows, which other warpgroups decode to FP8.
         warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp. In a tile of 16 rows each
             warp multiplies a quarter of the depth.
         tensor_memory: one warp multiplies every tile into one of two accumulators in tensor memory (Blackwell's

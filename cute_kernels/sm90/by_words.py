@@ -19,4 +19,4 @@ def multiplies_by_words(weights: Format, tile: TileConfig) -> bool:
 
     This is so if weights have less than 8 bits an element, and the tile has at most FEW_ROWS rows of x.
     """
-    return weights.bits < 8 and tile.m <= FEW_ROWS
+    return weights.bits < 8 and tile.m <= FEW_ROWS and not tile.rules.in_order

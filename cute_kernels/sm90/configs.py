@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..formats import DECODED, DENSE, OPERANDS
+from ..formats import DECODED, DENSE, OPERANDS, Operands
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
     adapted,
@@ -93,10 +93,21 @@ HALVES_W8 = TileConfig(m=16, n=64, k=128, schedule="swapped_halves")
 QUARTERS_W8 = TileConfig(m=16, n=64, k=128, schedule="swapped_quarters")
 TILES_W8 = (LARGE_W8, MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, TINY_W8)
 SPLIT_W8 = (QUARTERS_W8, HALVES_W8)
-DECODING_TILES = {one: (*TILES_W8, *SPLIT_W8) if OPERANDS[one].x is DENSE else TILES_W8 for one in DECODED}
-"""Tiles of 16-bit rows and quantised weights, by key of `formats.OPERANDS`. With "mxfp8_exact", whose rows hold MXFP8
-values, sums have one order for any number of rows, so SPLIT_W8 does not serve it.
-"""
+# 4-bit weights of few rows where results must not depend on the number of rows: SLIM_W8 with wgmma's order of sums.
+ORDERED_W8 = TileConfig(m=32, n=128, k=128, schedule="swapped_in_order")
+
+
+def _decoding_tiles(operands: Operands) -> tuple[TileConfig, ...]:
+    """Return the tiles of 16-bit rows and quantised weights. Rows that hold MXFP8 values ("mxfp8_exact") have one order
+    of sums for any number of rows, so SPLIT_W8 does not serve them.
+    """
+    split = SPLIT_W8 if operands.x is DENSE else ()
+    ordered = (ORDERED_W8,) if operands.w.bits < 8 else ()
+    return *TILES_W8, *split, *ordered
+
+
+DECODING_TILES = {operands: _decoding_tiles(OPERANDS[operands]) for operands in DECODED}
+"""Tiles of 16-bit rows and quantised weights, by key of `formats.OPERANDS`."""
 # Data gradients through quantised weights, which are decoded into shared memory: weights are the MMA's second operand,
 # as 16-bit weights are. No cluster: every CTA decodes its own weights, so that a cluster would share nothing.
 DGRAD_W = TileConfig(m=128, n=128, k=64, schedule="pingpong")
@@ -119,7 +130,7 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     **{
         (operands, tile, False): _GATED
         for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block_weight_only")
-        for tile in (MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, TINY_W8, HALVES_W8, QUARTERS_W8)
+        for tile in (MEDIUM_W8, FITTED_W8, SMALL_W8, SLIM_W8, ORDERED_W8, TINY_W8, *SPLIT_W8)
     },
     **{("mxfp8_exact", tile, False): _EITHER for tile in (SLIM_W8, TINY_W8)},
 }

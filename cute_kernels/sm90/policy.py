@@ -27,6 +27,7 @@ from .configs import (
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
+    ORDERED_W8,
     QUARTERS_W8,
     SLIM8_W4,
     SLIM_W8,
@@ -104,7 +105,8 @@ def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
         return (DGRAD_W,)
     by_rows = tuple(MOST_ROWS[problem.operands])
     if problem.operands in DECODED:
-        by_rows = *_split_tiles(problem), *by_rows
+        others = (tile for tile in (*FEW_SLABS, ORDERED_W8) if tile in DECODING_TILES[problem.operands])
+        by_rows = *others, *by_rows
     return by_rows[-1:] if problem.save_preact else by_rows
 
 
