@@ -136,6 +136,8 @@ def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, p
 
     There is one branch for all elements together. So each activation runs the same instructions as in a kernel for it
     alone.
+
+    parts: the preactivation: [a, u] with a gate, else [a].
     """
     if const_expr(len(names) == 1):
         _fill(outputs, names[0], parts, params)

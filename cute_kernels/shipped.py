@@ -167,7 +167,14 @@ def fp8_training_specs(
 
 
 def fp8_wgrad_specs(arch: str, operands: str, tile: TileConfig) -> list[Spec]:
-    """Return every weight gradient of FP8 operands."""
+    """Return the specs of the weight gradient kernels (grouped_wgrad) of FP8 dy and x: for each 16-bit dtype, one with
+    dw in this dtype and one with dw in float32.
+
+    Args:
+        arch: a key of ARCHS.
+        operands: the operand format, a key of OPERANDS.
+        tile: the tile of all these kernels.
+    """
     outs = ((dtype, out) for dtype in DTYPES for out in (dtype, "float32"))
     return [GroupedWgradSpec(dtype, out, tile, arch, operands) for dtype, out in outs]
 

@@ -96,11 +96,16 @@ class GemmRoles(Invariant):
     ):  # fmt: skip
         """Multiply and store tile by tile; run by each MMA warpgroup.
 
+        `mainloop.looks_ahead` says when the warpgroup reads its next tile from the ring.
+
         Args:
+            state: the epilogue's state.
+            stores: the epilogue's outputs, one for each output tensor.
+            sA, sB: operands A and B in shared memory, all stages.
+            stages: the pipeline of the stages (full and empty barriers).
+            ring: the ring from which the scheduler's tiles are read.
             index: the warpgroup's index among the MMA warpgroups.
             sums: exchange of sums between warpgroups that share the depth of a tile; None: they do not.
-
-        `mainloop.looks_ahead` says when the warpgroup reads its next tile from the ring.
         """
         looks_ahead = mainloop.looks_ahead
         if const_expr(not mainloop.scales_are_ready):

@@ -1,8 +1,8 @@
 """Experts across the GPUs of one host, a process each: dispatch and combine alone, and whole layers.
 
 Every contestant is timed by all ranks at once, in turns, and a time is the slowest rank's median. Links are measured in
-the same run: an elementwise kernel that stores to the next rank's memory. "experts alone" is the layer of one GPU with
-a rank's experts and as many tokens, which choose among these experts alone.
+the same run: an elementwise kernel that stores to the next rank's memory. "experts alone" is a layer on one GPU without
+other ranks: it has the experts and the number of tokens of one rank, and the tokens choose among these experts only.
 """
 
 from __future__ import annotations

@@ -133,9 +133,14 @@ class DecodedFp8Mainloop(Fp8Mainloop):
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Scales
     ) -> Operands:  # fmt: skip
-        """Host side: make the TMA descriptors of x (rows, k) and of the weights' words (n, word, lo, hi).
+        """Host side: make the TMA descriptors of x (rows, k) and of the 4-bit weights (n, word, lo, hi).
+
+        A weight row n lies in memory as 32-bit words of 8 elements. (lo, hi) is the offset of an expert's weights, in
+        units of 16 bytes and of 1 GiB (memory/weights.py).
 
         Args:
+            x: the tensor that has the rows of x.
+            w: a view (n, word, lo, hi) of all experts' weights.
             address: offsets of the weights' experts.
             rows: address of the indices of x's rows; 0: rows lie in order.
             scales: scales of both operands.

@@ -50,7 +50,8 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
         return ROWS * self.tile.m // THREADS
 
     def accumulators(self) -> cute.Tensor:
-        """Allocate a thread's accumulators, slab by slab."""
+        """Allocate a thread's accumulators: `slab_regs` registers for each slab (64 weight rows of the tile), slab 0
+        first."""
         return cute.make_rmem_tensor(self.tile.slabs * self.slab_regs, Float32)
 
     def first_row(self, share: TileShare) -> Int32:

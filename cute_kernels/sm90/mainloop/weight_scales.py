@@ -137,12 +137,15 @@ class WeightScales(ScalesAhead):
 
     @cute.jit
     def _fetch_word(self, first: Int64, word: cutlass.Constexpr[int], k_tile: Int32):
-        """Start loading word number `word` of each weight row's scales in a k-tile.
+        """Start loading word number `word` (four scales, 32 bits) of each weight row's scales in a k-tile into the
+        registers `next`.
 
-        Words past a row's last block become 0. The first word of a k-tile never lies there, so it is not checked.
+        Words past a row's last block become 0. The first word of a k-tile is never past the last block, so it is not
+        checked.
 
         Args:
             first: address of the expert's scales plus the k-tile's offset.
+            k_tile: number of the k-tile.
         """
         count = self.grid.words * SCALES_PER_WORD
         if const_expr(word > 0):

@@ -46,7 +46,8 @@ NOISE = 0.01
 
 
 class Held(NamedTuple):
-    """Contents of tables that hold for this machine: the layers of all sections whose stamp (GPU, versions) matches.
+    """The contents of tables (table.py: kernel times from `glulam tune`, or preferences) that hold for this machine.
+    These are the layers of all sections whose stamp (GPU, versions) matches.
 
     Attributes:
         layers: {`Layer.key`: (layer, its file)}. A `table.Layer` is a problem with its kernels and their times.

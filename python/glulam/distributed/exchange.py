@@ -84,12 +84,14 @@ class Exchange(abc.ABC):
         """Tell the other ranks that this rank failed; takes the place of `back`. Their combine raises a PeerError."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """Combine from rows: sum the experts' rows y [T, H] by token, then do the same as `back`.
+        """Combine from rows: add the rows y [T, H] of each received token, and send the sums back to the tokens' ranks.
+
+        Returns [N, H]: for each of this rank's own tokens the sum over all ranks, plus the residual.
 
         Args:
-            y: the experts' results, one row for each choice of a received token.
+            y: the experts' results, one row for each choice of a received token: T rows.
             here: the Routing of the received tokens.
-            residual: see `back`.
+            residual: [N, H], added to the sums of this rank's own tokens; None: nothing is added.
         """
         return self.back(combine(y, here), residual)
 

@@ -308,7 +308,12 @@ def _rebase(layer: RebasedLinear, _: Any) -> None:
 
 
 class NVFP4Linear(FourBitsLinear):
-    """A layer with NVFP4 weights and a third buffer `weight_global_scale`: float32 [E], or [E, 2] if `halves` is 2."""
+    """A GroupedLinear with NVFP4 weights: buffers `weight` and `weight_scale` as in `FourBitsLinear`, and a third
+    buffer `weight_global_scale`, a factor of each expert's weight.
+
+    `weight_global_scale` is float32 [E]. If `halves` is 2 (a gated w1, whose rows are a gate's half and an
+    up-projection's half), it is [E, 2], one factor for each half.
+    """
 
     weight_names = ("weight", "weight_scale", "weight_global_scale")
     loads = (torch.uint8, WORD_DTYPE), (torch.uint8, Nvfp4.kind.scale_dtype), (torch.float32,)

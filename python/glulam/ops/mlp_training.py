@@ -157,7 +157,10 @@ class PreparesRows(KeepsPreact):
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
-    """Return the subclass of a class `kind` of MLP or layer calls that also returns the preactivation h."""
+    """Make a subclass of `kind`, a class of calls of an MLP or MoE layer. Its calls return the preactivation h, too.
+
+    The result is cached, so that each `kind` has one such subclass.
+    """
     if issubclass(kind, QuantizedMlpCall):
         how: Any = PreparesRows
         own = kind.definition.extended(results=(PREACT,), prologue=(_reads_rows,))
