@@ -26,9 +26,10 @@ BACKWARD_THREADS = 128
 
 
 class Aggregate(Invariant):
-    """Forward kernel: the weighted sum [T, C] of n streams x [T, n, C] of `dtype`.
+    """Forward kernel of `aggregate`: the weighted sum [T, C] of n streams x [T, n, C] of `dtype`.
 
     Args:
+        h_pre: the address of the weights [T, n].
         forms: the dtype of h_pre (`dtypes.PARAM_FORMS`).
         width: C.
     """
@@ -79,10 +80,14 @@ class Aggregate(Invariant):
 
 
 class AggregateBackward(Invariant):
-    """Backward kernel: makes d_x[t, j, c] = h_pre[t, j] d_out[t, c] and
-    d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c].
+    """Backward kernel of `aggregate`: makes d_x[t, j, c] = h_pre[t, j] d_out[t, c] and d_h_pre[t, j] = sum over c of
+    d_out[t, c] x[t, j, c].
 
     Address 0 for d_x or d_h_pre: this gradient is not wanted.
+
+    Args:
+        forms: the dtype of h_pre and d_h_pre (`dtypes.PARAM_FORMS`).
+        width: C.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):

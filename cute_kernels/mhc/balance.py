@@ -57,7 +57,9 @@ class Balance(Invariant):
     def forward(self, logit: Float32, iters: Int32, eps: Float32) -> Float32:
         """Return the lane's element of the normalised matrix, computed from its logit.
 
-        iters: number of times that columns are normalised.
+        Args:
+            iters: number of times that columns are normalised.
+            eps: added to each sum, and to the softmax.
         """
         m = self.step(self.softmax(logit) + eps, self.columns, eps)
         for _ in cutlass.range(iters - 1):
@@ -73,6 +75,8 @@ class Balance(Invariant):
 
         Args:
             d: the gradient of the lane's element of the result.
+            logit: the lane's logit, as in forward.
+            iters, eps: as in `forward`.
             steps: float32 [iters, 2, 32] in shared memory, for this warp alone. Backward computes forward's steps
                 again, and overwrites `steps` with each lane's element after each step.
         """

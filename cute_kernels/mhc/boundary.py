@@ -64,8 +64,8 @@ LANES_PER_ROW = 4  # of an operand
 
 
 class Given(NamedTuple):
-    """Addresses of the first kernel's inputs and of its two results (`updated` and `u`), and the sizes T (tokens) and D
-    (columns).
+    """Addresses of the inputs of kernel `Boundary` and of its two results (`updated` and `u`), and the sizes T (tokens)
+    and D (columns).
 
     Attributes:
         y: [T, D]; 0: the streams are not updated.
@@ -88,17 +88,31 @@ class Given(NamedTuple):
 
 
 class Boundary(Invariant):
-    """Host function and first kernel of the boundary's forward. Results: the updated streams, x, and the coefficients
-    new_pre, new_post and new_comb.
+    """Host function and first kernel of `boundary`, forward: the step from the output y of one sublayer to the input x
+    of the next (formulas at the top of this file). T tokens have n residual streams of D columns each.
+
+    Results: the updated streams, x, and the coefficients new_pre, new_post and new_comb for the next boundary.
 
     Args:
-        x: the address of x in 16 bits; 0: not wanted.
-        x_data, x_scale: the addresses of x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted.
-        x_block: number of columns that share a scale, 32 or 128; with 128, each scale is stored four times.
+        y: the address of the previous sublayer's output [T, D]; 0: the streams are not updated.
+        streams: the address of the streams [T, n, D].
+        pre, post, comb: the addresses of this boundary's float32 coefficients [T, n], [T, n] and [T, n, n].
+        weight: the address of the projection's weight [n^2 + 2n, n D].
+        scale, base: the addresses of the gates' parameters [3] and [n^2 + 2n] (`boundary_finish.gate_argument`).
+        norm_weight: the address of the weight [D] of the RMS norm that makes x.
+        new_streams: the address of the updated streams [T, n, D].
+        x: the address of the next sublayer's input [T, D] in 16 bits; 0: not wanted.
+        new_pre, new_post, new_comb: the addresses of the new coefficients, float32.
         stats: the address of float32 [T, K + 2], K = n^2 + 2n, the numbers of each token that backward needs
             (`Finished.stats`); 0: not wanted.
+        x_data, x_scale: the addresses of x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted.
         workspace: the address of `boundary_shapes.workspace` float32 elements.
+        forms: dtypes of weight, scale, base and norm_weight, two bits each.
         parts: number of parts of the tokens. There is a CTA for each pair of a part and a slice of the columns.
+        iters: number of Sinkhorn iterations that make new_comb.
+        x_block: number of columns that share a scale, 32 or 128; with 128, each scale is stored four times.
+        rms_eps, norm_eps: added to the mean square before the root: of the streams, for the projection; of u, for x.
+        eps: added in the Sinkhorn iterations, and to new_pre.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -187,7 +201,10 @@ class Boundary(Invariant):
         The result is operands[i][part][step], each two words: stream i; part 0 for the weight's nearest 16-bit numbers,
         1 for their rests (`split.py`); step of 8 outputs.
 
-        start: the first column of the CTA's slice.
+        Args:
+            weight, code: the address of the weight [n^2 + 2n, n D], and its dtype.
+            start: the first column of the CTA's slice.
+            width: D.
         """
         first = start + self.tile.first_column()
         column = cutlass.min(first, width - COLUMNS)
@@ -231,6 +248,11 @@ class Boundary(Invariant):
 
         Sums over these columns are stored in the warp's range of `sums`: the projection p, the squares of the updated
         streams, and the squares of the mix u.
+
+        Args:
+            stage: the tile's arrays in shared memory.
+            has_update: True: y is given, so the streams are updated.
+            operands: the projection's weight (`_operands`).
         """
         streams = cute.make_rmem_tensor((PAIR_WORDS, self.n, 2), Int32)
         squares = cute.make_rmem_tensor(4, Float32)
@@ -260,6 +282,7 @@ class Boundary(Invariant):
         """Update and mix a lane's columns of one of its two tokens, number `half`.
 
         Args:
+            stage, has_update: see `_compute`.
             streams: elements [., j, half] become the words of updated stream j.
             squares: the sum of the updated streams' squares is added to element 2 half, the sum of u's squares to
                 element 2 half + 1.
@@ -291,7 +314,14 @@ class Boundary(Invariant):
         self, stage: cute.Pointer, mine: Int32, places: list, comb: list, post: list, streams: cute.Tensor, half: int
     ) -> None:  # fmt: skip
         """Update the streams at a lane's columns: replace the words of the streams by words of the updated streams, in
-        `streams` (registers) and in the stage."""
+        `streams` (registers) and in the stage.
+
+        Args:
+            mine: the lane's place in an array (`SliceTile.mine`).
+            places: the lane's place in the array of each stream.
+            comb, post: the token's coefficients.
+            half: the token's number among the lane's two tokens.
+        """
         n, tile = self.n, self.tile
         given = [tile.widened(self._words(streams, j, half)) for j in range(n)]
         y = tile.numbers(tile.array(stage, n), mine)
@@ -310,6 +340,8 @@ class Boundary(Invariant):
 
         Products with the weight's rests (`split`) are added first, since their sum may need scaling. Tensor cores
         truncate their sums; a sum here has only 64 columns.
+
+        operands: the projection's weight (`_operands`).
         """
         mma, products = WarpMma(self.dtype), cute.make_rmem_tensor((4, self.steps), Float32)
         products.fill(0.0)
@@ -324,8 +356,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _store(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Store the updated streams and u of token tile `number` from a stage to global memory, in whole rows of the
-        slice."""
+        """Store the updated streams and the mix u of token tile `number` from a stage to global memory, in whole rows
+        of the slice that begins at column `start`."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if given.y != 0:

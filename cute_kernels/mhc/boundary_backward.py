@@ -60,8 +60,8 @@ from .slice_tile import LANES, WORDS
 
 
 class Given(NamedTuple):
-    """Addresses of the main kernel's inputs, and their sizes: T tokens, D columns. Address 0 of d_updated, y or d_x
-    stands for zeros.
+    """Addresses of the inputs of kernel `BoundaryBackward`, and their sizes: T tokens, D columns. Address 0 of
+    d_updated, y or d_x stands for zeros.
 
     Attributes:
         streams: [T, n, D], the streams before the update.
@@ -98,13 +98,22 @@ class Parameters(NamedTuple):
 
 
 class BoundaryBackward(Invariant):
-    """Host function and main kernel of the boundary's backward. Address 0 of a gradient means: an input that is not
-    given, or a result that is not wanted.
+    """Host function and main kernel of the backward of `boundary` (boundary.py: the step from the output y of one
+    sublayer to the input x of the next). The formulas are at the top of this file.
+
+    Argument d_NAME is the gradient of NAME. Address 0 of a gradient means: an input that is not given, or a result that
+    is not wanted.
 
     Args:
+        d_new_streams, d_x, d_new_pre, d_new_post, d_new_comb: the gradients of forward's results, inputs here.
+        y, streams, pre, post, comb, weight, scale, base, norm_weight: forward's inputs.
+        x, stats: two results of forward.
+        d_sums: result, float32 [K + 3], the gradients of base and scale.
         workspace: its address; its size is `boundary_backward_shapes.backward_workspace(...).end`.
+        forms: dtypes of weight, scale, base and norm_weight, two bits each.
         token_ctas: number of CTAs of the first kernel.
         parts: number of parts into which the main kernel divides the tokens.
+        iters, eps: as in forward.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -177,7 +186,13 @@ class BoundaryBackward(Invariant):
         self, ring: cute.Pointer, given: Given, results: Results, weights: ColumnWeights, leaves: Leaves, span: tuple
     ):  # fmt: skip
         """Process token tiles span[0] .. span[1] - 1 of this CTA's slice in one copy pipeline. Then store the sums over
-        their tokens in the workspace."""
+        their tokens in the workspace.
+
+        Args:
+            ring: the stages in shared memory.
+            weights: the parameters at the lane's columns.
+            leaves: addresses in the workspace for the sums.
+        """
         index, part, _ = cute.arch.block_idx()
         slices, _, _ = cute.arch.grid_dim()
         tile, stages, (first, last) = self.tile, self.tile.stages, span
@@ -233,15 +248,15 @@ class BoundaryBackward(Invariant):
     @cute.jit
     def _weights(self, parameters: Parameters, start: Int32, width: Int32) -> ColumnWeights:
         """Return the projection's weight and the norm's weight at the lane's columns of the slice that begins at column
-        `start`."""
+        `start`. width: D."""
         column = cutlass.min(start + self.tile.first_column(), width - WORDS)
         norm = load_params(parameters.norm, parameters.norm_code, Int64(column), WORDS)
         return ColumnWeights(self.columns.operands(parameters.weight, parameters.weight_code, start, width), norm)
 
     @cute.jit
     def _store(self, out: cute.Pointer, given: Given, results: Results, start: Int32, number: Int32):
-        """Store d_streams and d_y of token tile `number` from the arrays at `out` to global memory, in whole rows of
-        the slice."""
+        """Store d_streams and d_y of token tile `number` from the arrays at `out` (shared memory) to global memory, in
+        whole rows of the slice that begins at column `start`."""
         tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if results.d_streams != 0:

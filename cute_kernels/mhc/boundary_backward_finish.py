@@ -81,7 +81,13 @@ class BoundaryBackwardFinish(Invariant):
     ):  # fmt: skip
         """Launch the kernel.
 
-        sums: the addresses `dots`, `weights` and `norms` of `BackwardWorkspace`.
+        Args:
+            sums: the addresses `dots`, `weights` and `norms` of `BackwardWorkspace`.
+            rows: the sums for the gradients of base and scale, which the first kernel stored, and where to write the
+                gradients.
+            finished: the addresses of the other gradients.
+            width: D.
+            parts: number of parts of the tokens in the main kernel.
         """
         cut = Cut(slices_of(self.cta, width), parts)
         of_tokens = Int32(cute.ceil_div(Int64(tokens) * self.outputs, self.threads))
@@ -122,8 +128,12 @@ class BoundaryBackwardFinish(Invariant):
     ):  # fmt: skip
         """Store one fragment of a slice of the weight's gradient: the sum over all parts of the tokens.
 
-        index: the fragment's number. With K = n^2 + 2n outputs, it has the 8 outputs from 8 (index % (K / 8)) on, of
-        stream index / (K / 8).
+        Args:
+            weights: the address of the main kernel's partial sums (`BackwardWorkspace.weights`).
+            slice_: the slice's number.
+            index: the fragment's number. With K = n^2 + 2n outputs, it has the 8 outputs from 8 (index % (K / 8)) on,
+                of stream index / (K / 8).
+            width: D.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane, steps = thread % LANES, self.outputs // 8
@@ -141,7 +151,11 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def _norm(self, norms: Int64, finished: Finished, cut: Cut, slice_: Int32, width: Int32):
-        """Store the gradient of the norm's weight at a slice's columns. It is the sum over all parts of the tokens."""
+        """Store the gradient of the norm's weight at the columns of slice number `slice_`. It is the sum over all parts
+        of the tokens.
+
+        norms: the address of the main kernel's partial sums (`BackwardWorkspace.norms`).
+        """
         thread, _, _ = cute.arch.thread_idx()
         column = slice_ * self.cta.columns + thread
         if (thread < self.cta.columns) & (column < width):
@@ -153,7 +167,12 @@ class BoundaryBackwardFinish(Invariant):
     @cute.jit
     def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
         """Store one of the n^2 + 2n elements of a token's gradients of comb, post and pre: the sum of its partial sums
-        over all slices of the columns."""
+        over all slices of the columns.
+
+        Args:
+            dots: the address of the main kernel's partial sums (`BackwardWorkspace.dots`).
+            block: the CTA's number among the CTAs that do this.
+        """
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs

@@ -81,7 +81,9 @@ class BackwardCut(NamedTuple):
 def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
     """Return the division of the tokens with which the main kernel takes the least time, by the model of `parts_of`.
 
-    width: D.
+    Args:
+        cta: sizes of the main kernel's CTA.
+        width: D.
     """
     slices, tiles, slots = slices_of(cta, width), tiles_of(tokens), num_sms * WARPS_PER_SM // cta.warps
     parts = parts_of(slices, tiles, slots, max(1, -(-tiles // MOST_TILES)), MOST_PARTS)
@@ -120,7 +122,10 @@ def backward_workspace(
     """Return the offsets of the workspace's arrays, and the workspace's size. Every array begins at a multiple of 16
     bytes.
 
-    width: D. token_ctas, parts: see `BackwardCut`.
+    Args:
+        cta: sizes of the main kernel's CTA.
+        width: D.
+        token_ctas, parts: see `BackwardCut`.
     """
     slices = slices_of(cta, width)
     rows = tiles_of(tokens) * block_bytes(n)

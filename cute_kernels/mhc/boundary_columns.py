@@ -102,7 +102,12 @@ class BoundaryColumns(Invariant):
 
     def _products(self, stage: cute.Pointer, operands: list) -> list:
         """Return dp weight at the warp's columns, which is a term of d': the 4 registers of an MMA for each stream and
-        pair of columns. dp is the projection's gradient."""
+        pair of columns. dp is the projection's gradient.
+
+        Args:
+            stage: the tile's arrays and block in shared memory; dp is in the block.
+            operands: the weight (`operands`).
+        """
         tile = self.tile
         blocks = stage + tile.arrays * tile.array_words
         left = [dp_words(blocks, self.dtype, self.steps, False, part) for part in range(PARTS)]
@@ -163,7 +168,14 @@ class BoundaryColumns(Invariant):
         self, stage: cute.Pointer, made: cute.Pointer, places: list, comb: list, post: list, y: cute.Tensor
     ) -> list:  # fmt: skip
         """Compute a lane's columns of the updated streams, rounded as in forward. Write them to the arrays at `made`,
-        and return them."""
+        and return them.
+
+        Args:
+            stage: the tile's arrays, from which the streams are read.
+            places: the lane's place in the array of each stream.
+            comb, post: the token's coefficients.
+            y: the lane's columns of y.
+        """
         tile, found = self.tile, []
         streams = [tile.numbers(tile.array(stage, tile.streams + i), places[i]) for i in range(self.n)]
         by_source = [[comb[j][i] for j in range(self.n)] for i in range(self.n)]

@@ -46,7 +46,8 @@ class Partials(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Addresses of the mix u, of the norm's weight, and of the boundary's results. 0: the result is not wanted.
+    """Addresses of the mix u, of the norm's weight, and of the results of `boundary` (boundary.py). 0: the result is
+    not wanted.
 
     Attributes:
         u: [T, D].
@@ -80,6 +81,8 @@ def gate_argument(
     Sinkhorn normalisation (comb).
 
     Args:
+        p: element k of the token's projection.
+        rms: the root mean square of the token's updated streams.
         scale: the address of [3]: the factors of pre (k < n), of post (k < 2n) and of comb.
         base: the address of [n^2 + 2n].
         scale_code, base_code: their dtypes.
@@ -94,8 +97,11 @@ def gate_argument(
 
 
 class BoundaryFinish(Invariant):
-    """Second kernel of the boundary's forward: makes the new coefficients, and x in 16 bits (see the top of this
-    file)."""
+    """Second kernel of `boundary`, forward (boundary.py: the step from one sublayer's output to the next one's input).
+
+    It adds the partial sums that the first kernel stored. From the projection p it makes the coefficients pre, post and
+    comb of the next boundary. By the RMS norm of the mix u it makes x, the next sublayer's input, in 16 bits.
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -116,7 +122,10 @@ class BoundaryFinish(Invariant):
         """Launch one CTA for each token.
 
         Args:
+            partials: the partial sums that the first kernel stored.
             gates: scale and base, each followed by its dtype.
+            finished: the addresses of u and of the results.
+            iters: number of Sinkhorn iterations that make comb.
             epsilons: rms_eps, eps and norm_eps.
             width: D.
         """
@@ -157,7 +166,8 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
-        """Return one of a token's sums, number `lane`, over the slices of this warp: every FINISH_WARPS-th slice.
+        """Return one of a token's sums, number `lane`, over the slices of this warp: every FINISH_WARPS-th slice, from
+        slice number `warp` on.
 
         A token's sums are the n^2 + 2n elements of p, the updated streams' squares, and u's squares.
         """
@@ -183,7 +193,11 @@ class BoundaryFinish(Invariant):
     ):  # fmt: skip
         """Make and store a token's coefficients and stats. One warp calls this.
 
-        total: in lane k < n^2 + 2n, element k of the projection p; other lanes have none.
+        Args:
+            gates: scale and base, each followed by its dtype.
+            total: in lane k < n^2 + 2n, element k of the projection p; other lanes have none.
+            rms: the root mean square of the token's updated streams.
+            eps, iters: for the Sinkhorn normalisation that makes comb; eps is also added to pre.
         """
         n, lane, at = self.n, cute.arch.lane_idx(), Int64(token)
         scale, scale_code, base, base_code = gates
@@ -205,7 +219,12 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _norm(self, finished: Finished, token: Int32, width: Int32, r: Float32):
-        """Replace the token's u in memory by x = u r norm_weight."""
+        """Replace the token's u in memory by x = u r norm_weight.
+
+        Args:
+            width: D.
+            r: the factor of the norm, 1 / (root mean square of u).
+        """
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)
         vectors = width // count

@@ -29,8 +29,9 @@ WORD_SCALES = 4
 
 
 class FinishInMxfp8(BoundaryFinish):
-    """Second kernel of the boundary's forward if x is wanted in MXFP8. It makes the new coefficients, x in MXFP8 and,
-    if wanted, also x in 16 bits."""
+    """Second kernel of `boundary`, forward, if x is wanted in MXFP8: the next sublayer's input as E4M3 elements and
+    E8M0 scales. It makes the coefficients of the next boundary, as `BoundaryFinish` does, x in MXFP8 and, if wanted,
+    also x in 16 bits."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         super().__init__(name, dtype, n)
@@ -42,7 +43,12 @@ class FinishInMxfp8(BoundaryFinish):
 
     @cute.jit
     def _norm(self, finished: Finished, token: Int32, width: Int32, r: Float32):
-        """Make x = u r norm_weight; store it in MXFP8 and, if wanted, in 16 bits."""
+        """Make x = u r norm_weight; store it in MXFP8 and, if wanted, in 16 bits.
+
+        Args:
+            width: D.
+            r: the factor of the norm, 1 / (root mean square of u).
+        """
         thread, _, _ = cute.arch.thread_idx()
         vectors = width // self.count
         sums = cute.arch.get_dyn_smem(Float32, alignment=16)
@@ -72,6 +78,12 @@ class FinishInMxfp8(BoundaryFinish):
         """Store a thread's vector of x, and write its block's scale to shared memory.
 
         All lanes of a warp call this. Vectors after the last are not stored and count as zeros.
+
+        Args:
+            vector: number of the vector in the token's row.
+            vectors: number of vectors of a row.
+            made: the vector of x, float32.
+            scales: the scales of the token's row in shared memory.
         """
         is_inside = vector < vectors
         at = Int64(token) * vectors + vector
@@ -89,7 +101,12 @@ class FinishInMxfp8(BoundaryFinish):
     @cute.jit
     def _exponent(self, words: cute.Tensor, is_inside: Boolean, block: Int32) -> Int32:
         """Return the scale byte of the block to which this thread's vector of x belongs. words: the vector, as 32-bit
-        words."""
+        words.
+
+        Args:
+            is_inside: False: the vector is after the row's last; it counts as zeros.
+            block: number of columns that share a scale, 32 or 128.
+        """
         kind = self.magnitudes
         most = kind.absolute(words[0])
         for j in cutlass.range_constexpr(1, WORDS):
@@ -111,7 +128,12 @@ class FinishInMxfp8(BoundaryFinish):
     @cute.jit
     def _store_scales(self, finished: Finished, token: Int32, count: Int32, scales: cute.Tensor):
         """Store a token's scales. A thread stores four scales at once if rows of scales begin at multiples of 4 bytes,
-        otherwise one."""
+        otherwise one.
+
+        Args:
+            count: number of scales of a token.
+            scales: the scales in shared memory.
+        """
         thread, _, _ = cute.arch.thread_idx()
         row = finished.x_scale + Int64(token) * count
         if count % WORD_SCALES == 0:

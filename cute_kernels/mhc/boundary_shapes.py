@@ -146,7 +146,10 @@ def cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> int:
     """Return the number of parts into which forward divides the tokens, if each SM holds one CTA. The number does not
     change any result.
 
-    width: D.
+    Args:
+        cta: sizes of forward's CTA.
+        width: D.
+        num_sms: number of the GPU's SMs.
     """
     return parts_of(slices_of(cta, width), tiles_of(tokens), num_sms, 1, MOST_PARTS)
 

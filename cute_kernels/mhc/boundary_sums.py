@@ -29,7 +29,7 @@ PAIR = 2  # tokens whose sums over columns are made by one MMA
 
 
 class Leaves(NamedTuple):
-    """Addresses of the workspace's arrays to which the kernel writes its partial sums, all float32.
+    """Addresses of the workspace's arrays in which the kernel leaves (stores) its partial sums, all float32.
 
     Attributes:
         dots: sums over a slice's columns, for the gradients of comb, post and pre.
@@ -75,7 +75,13 @@ class BoundarySums(Invariant):
     @cute.jit
     def add(self, stage: cute.Pointer, made: cute.Pointer, sums: cute.Tensor):
         """Add a token tile's contribution to the weight's gradient, at the warp's columns, to `sums`. The contribution
-        is dp^T times the updated streams, summed over the tile's tokens; dp is the projection's gradient."""
+        is dp^T times the updated streams, summed over the tile's tokens; dp is the projection's gradient.
+
+        Args:
+            stage: the tile's arrays and block in shared memory; dp is in the block.
+            made: the updated streams in shared memory.
+            sums: registers, see `zeros`.
+        """
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         blocks = stage + tile.arrays * tile.array_words
         right = [dp_words(blocks, self.dtype, self.steps, True, part) for part in range(2)]
@@ -95,7 +101,10 @@ class BoundarySums(Invariant):
         """Store each token's sums over a slice's columns, for the gradients of comb, post and pre. The tokens are those
         of tile `number`.
 
-        index: the slice's number.
+        Args:
+            stage, made: see `add`.
+            leaves: addresses in the workspace; only `dots` is used.
+            index: the slice's number.
         """
         for turn in cutlass.range_constexpr(TOKEN_TILE // (PAIR * self.tile.warps)):
             row = (self.tile.warp() + turn * self.tile.warps) * PAIR
@@ -110,6 +119,8 @@ class BoundarySums(Invariant):
 
         The first result has the tokens' streams and y times d' (the gradients of the updated streams). The second has
         their updated streams times d_mix (the gradient of the mix).
+
+        stage, made: see `add`.
         """
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         row, matrix = lane % 8, lane // 8
@@ -141,7 +152,14 @@ class BoundarySums(Invariant):
         self, dots: Int64, index: Int32, first: Int32, tokens: Int32, of_update: cute.Tensor, of_mix: cute.Tensor
     ):  # fmt: skip
         """Store n^2 + 2n dot products of each of two tokens, for the gradients of comb, post and pre. They are the
-        elements of `_dots`' results in which a token's rows are multiplied by its own rows."""
+        elements of `_dots`' results in which a token's rows are multiplied by its own rows.
+
+        Args:
+            dots: the address of the workspace's array `Leaves.dots`.
+            index: the slice's number.
+            first: the first of the two tokens.
+            of_update, of_mix: the two results of `_dots`.
+        """
         lane, n = cute.arch.lane_idx(), self.n
         row, column = lane // 4, lane % 4 * 2
         token = first + row // n
@@ -162,9 +180,15 @@ class BoundarySums(Invariant):
 
     @cute.jit
     def leave(self, leaves: Leaves, number: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
-        """Store this CTA's partial sums for the gradients of the weight (`sums`) and of the norm's weight (`of_norm`).
+        """Store this CTA's partial sums over its part of the tokens in the workspace, for the last kernel of the
+        backward to add: `sums` for the gradient of the projection's weight, `of_norm` for the gradient of the norm's
+        weight.
 
-        number: the CTA's index in the workspace. A gradient whose address in `leaves` is 0 is not wanted.
+        Args:
+            leaves: addresses of the workspace's arrays; 0: this gradient is not wanted, and nothing is stored for it.
+            number: the CTA's index in these arrays, part * slices + slice.
+            sums: this lane's sums for the projection's weight, see `zeros`.
+            of_norm: this lane's sums for the norm's weight.
         """
         thread, _, _ = cute.arch.thread_idx()
         if leaves.weights != 0:

@@ -39,6 +39,8 @@ class BoundaryTile(SliceTile):
 
         The lists are: n lists of comb, one for each stream that is made; post; pre; and r, factor, f
         (`boundary_tokens.py`) and a zero.
+
+        row: the token's number in the tile.
         """
         start = stage + (self.arrays * self.array_words + self.records) + row * self.pitch
         return self.vectors_at(start, self.pitch // 4)

@@ -86,8 +86,8 @@ class LaneGates(NamedTuple):
 
 
 class BoundaryTokens(Invariant):
-    """First kernel of the boundary's backward. It makes each token's dp, f and factor (formulas at the top of this
-    file), and sums over tokens for the gradients of base and scale, the parameters of the gates.
+    """First kernel of the backward of `boundary` (boundary.py). It makes each token's dp, f and factor (formulas at the
+    top of this file), and sums over tokens for the gradients of base and scale, the parameters of the gates.
 
     blocks, rows: the addresses of the results (`boundary_backward_shapes.BackwardWorkspace`).
     """
@@ -159,6 +159,10 @@ class BoundaryTokens(Invariant):
         """Return the sum over columns of d_x x for the lane's token. A whole warp calls this.
 
         Past the last token, the last token's sum is returned.
+
+        Args:
+            pair: number of the warp's pair of tokens.
+            width: D.
         """
         lane, vectors = cute.arch.lane_idx(), width // elements(self.dtype)
         sums = cute.make_rmem_tensor(TOKENS_OF_A_WARP, Float32)
@@ -186,7 +190,13 @@ class BoundaryTokens(Invariant):
         """Make and store the lane's elements of its token's dp and record, which the main kernel reads. Add to the sums
         over tokens in `gates`. After the last token, dp is 0 and zeros are added.
 
-        of_mix: the sum over columns of d_x x. kept: shared memory for `Balance.backward`.
+        Args:
+            gates: the lane's factors and sums.
+            blocks: the address of the blocks for the main kernel.
+            width: D.
+            of_mix: the sum over columns of d_x x.
+            iters, eps: Sinkhorn iterations, and what they add to each sum.
+            kept: shared memory for `Balance.backward`.
         """
         n, element, gate = self.n, self._element(), self._gate()
         at, is_token = Int64(cutlass.min(token, tokens - 1)), token < tokens
@@ -232,7 +242,12 @@ class BoundaryTokens(Invariant):
     def _leave_dp(self, blocks: Int64, token: Int32, values: cute.Tensor):
         """Store the lane's two elements of dp in the block of the token's tile. One element belongs to an output of
         comb, the other to one of pre or post. Each is stored as two 16-bit numbers: the nearest, and the rest
-        (`split.py`)."""
+        (`split.py`).
+
+        Args:
+            blocks: the address of all tiles' blocks.
+            values: two elements of dp, float32.
+        """
         row, block, element = token % TOKEN_TILE, self._block(blocks, token), self._element()
         parts = split(values, self.dtype)
         for part in cutlass.range_constexpr(2):
@@ -247,6 +262,11 @@ class BoundaryTokens(Invariant):
         """Store the token's record: comb ordered by the stream that is made, post, pre, then `last` and a zero.
 
         If the streams were not updated, comb is the identity and post is 0.
+
+        Args:
+            blocks: the address of all tiles' blocks.
+            at: the token whose coefficients are read: `token`, or the last one past the end.
+            last: r, factor and f.
         """
         n, element, square = self.n, self._element(), self.n * self.n
         start = self._block(blocks, token) + 2 * dp_bytes(n) + Int64(token % TOKEN_TILE) * (self.pitch * 4)
@@ -267,8 +287,11 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_sums(self, gates: LaneGates, sums: cute.Pointer, rows: Int64):
-        """Store this CTA's row of `rows`, [2 K] sums over the CTA's tokens. The first K are for the gradient of base,
-        the other K for the gradient of each output's factor (scale)."""
+        """Store this CTA's row of `rows`: [2 K] sums over the CTA's tokens. The first K are for the gradient of base,
+        the other K for the gradient of each output's factor (scale).
+
+        sums: shared memory, in which the warps' sums are added.
+        """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, element = thread // LANES, self._element()

@@ -85,8 +85,8 @@ def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
 
 
 class ProjectFinish(Invariant):
-    """Second kernel of the projection's forward. It adds the partial sums of the slices (ranges of x's columns), and
-    applies norm, alpha, bias and gates."""
+    """Second kernel of `project` (project.py: p = x weight^T, then norm and gates). It adds the partial sums of the
+    slices (ranges of x's columns), and applies norm, alpha, bias and gates."""
 
     def __init__(self, name: str, n: int):
         self.name = name
@@ -102,6 +102,7 @@ class ProjectFinish(Invariant):
 
         Args:
             sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
+            gates: the gates' parameters.
             results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
             columns: number of columns of x: n streams times their columns.
         """

@@ -103,10 +103,12 @@ class GatesBackward(Invariant):
         """Launch the kernel.
 
         Args:
+            inputs: gradients of the coefficients, and forward's stats.
             places: the addresses of products, pairs, norms and sums.
             parts: for 16-bit streams, how many numbers represent an element of dp: 1, or 2 (the nearest number and the
                 rest, `split.py`).
             columns: number of columns of x: n streams times their columns.
+            ctas: number of CTAs (`shapes.gate_ctas`).
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(inputs, gates, places, parts, tokens, columns).launch(
@@ -168,6 +170,8 @@ class GatesBackward(Invariant):
         """Load p, rms and the coefficients' gradients of batch number `index` (GATE_BATCH tokens) to `batch`.
 
         Past the last token, the last token is loaded again.
+
+        stats: the address of forward's stats (`GateInputs`).
         """
         lane, row_bytes = cute.arch.lane_idx(), (self.outputs + 1) * 4
         mine = cutlass.min(index * GATE_BATCH + lane % GATE_BATCH, tokens - 1)
@@ -193,6 +197,12 @@ class GatesBackward(Invariant):
         over tokens.
 
         Returns the gradient of r = 1 / (rms + eps) for the token whose rms this lane has (`Batch.rms`).
+
+        Args:
+            params: alphas and biases of the lane's outputs.
+            eps: added to rms.
+            index: number of the batch.
+            of_bias, of_alpha: the lane's sums over tokens for the gradients of bias and alphas.
         """
         mine = cute.arch.lane_idx() % GATE_BATCH
         r_mine = select(index * GATE_BATCH + mine < tokens, 1.0 / (batch.rms[0] + eps), Float32(0.0))
@@ -215,9 +225,16 @@ class GatesBackward(Invariant):
         return d_r_mine
 
     def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
-        """Return the factor f, where f x is the norm's term in the gradient of x.
+        """Return the factor f of a token, where f x is the norm's term in the gradient of x.
 
-        The derivative of rms by x is x / (columns rms). So f is the gradient of rms, divided by (columns rms).
+        The gates use r = 1 / (rms + eps), so the gradient of rms is -d_r r^2. The derivative of rms by x is x /
+        (columns rms). So f = -d_r r^2 / (columns rms); 0 if rms is 0.
+
+        Args:
+            rms: the root mean square of the token's row of x.
+            eps: added to rms.
+            d_r: the gradient of r (`_through_gates`).
+            columns: number of columns of x.
         """
         r = 1.0 / (rms + eps)
         return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
@@ -230,6 +247,10 @@ class GatesBackward(Invariant):
 
         The factors of 16-bit streams follow the dp of their token tile, in the tile's block. The factors of float32
         streams are in the array `norms` of all tokens.
+
+        Args:
+            products, pairs, norms, parts: see `launch`.
+            index: number of the batch.
         """
         lane, token = cute.arch.lane_idx(), index * GATE_BATCH
         block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n, parts)
@@ -258,7 +279,10 @@ class GatesBackward(Invariant):
     def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
         """Store a batch's gradients of one output in a column of an 8 x 8 block.
 
-        at: the index, in the block, of the first token's element.
+        Args:
+            block: the address of the token tile's block.
+            at: the index, in the block, of the first token's element.
+            words: the gradients as 16-bit numbers, two in a word.
         """
         narrow = cute.recast_tensor(words, self.dtype)
         for j in range(GATE_BATCH):
@@ -267,7 +291,12 @@ class GatesBackward(Invariant):
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
         """Store this CTA's sums over tokens as one row of `sums`: [K] for the gradient of the bias, then [K] for the
-        gradients of the alphas."""
+        gradients of the alphas.
+
+        Args:
+            of_bias, of_alpha: the lane's sums (`_through_gates`).
+            sums: the address of float32 [CTAs, 2 K].
+        """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         places = self.rounds * LANES

@@ -63,7 +63,10 @@ def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cu
 @cute.jit
 def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass.Constexpr[int]) -> cute.Tensor:
     """Return a token's matrix h_res [n, n], whose row i has the coefficients of output stream i. It is transposed if
-    `transpose` is not 0."""
+    `transpose` is not 0.
+
+    code: the dtype of h_res (`dtypes.PARAM_FORMS`).
+    """
     matrix = load_params(h_res, code, token * (n * n), n * n)
     if transpose != 0:
         for i in cutlass.range_constexpr(n):
@@ -73,11 +76,14 @@ def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass
 
 
 class PostMix(Invariant):
-    """Forward kernel of the update, for n streams of `dtype`.
+    """Forward kernel of `post_mix`, the update of n streams of `dtype` (formula at the top of this file).
 
     Args:
+        residual, x: the addresses of the streams [T, n, C] and of the sublayer's output [T, C].
+        h_res, h_post: the addresses of the coefficients [T, n, n] and [T, n].
+        bias: the address of [C]; 0: there is no bias.
         forms: dtypes of h_res, h_post and bias (mhc/kernels.py).
-        bias: its address; 0: there is no bias.
+        transpose: not 0: h_res is read transposed.
         width: C.
     """
 
@@ -157,12 +163,22 @@ class Coefficients(Invariant):
 
     @cute.jit
     def keep(self, index: Int32, value: Float32, buffer: Int32):
-        """Store coefficient number `index` in a buffer, unless it is after the last."""
+        """Store a coefficient (`value`) in one of the two buffers in shared memory. Threads past the last coefficient
+        call this, too; they store nothing.
+
+        Args:
+            index: the coefficient's number, as in `load`.
+            value: the result of `load`.
+            buffer: index of the buffer, 0 or 1.
+        """
         if index < self.count:
             cute.make_tensor(self.smem, cute.make_layout(2 * self.count))[buffer * self.count + index] = value
 
     def of_stream(self, j: int, buffer: Int32) -> cute.Tensor:
-        """Return the n factors of stream j, one for each output; for j = n, the n elements of h_post."""
+        """Return the n factors of stream j, one for each output; for j = n, the n elements of h_post.
+
+        buffer: index of the buffer, 0 or 1.
+        """
         values = cute.make_rmem_tensor(self.n, Float32)
         values.store(shared_at(Float32, self.smem + (buffer * self.count + j * self.n), self.n).load())
         return values
@@ -182,7 +198,8 @@ class Gradients(NamedTuple):
 
 
 class PostMixBackward(Invariant):
-    """Backward kernel: makes the gradients of residual, h_res, h_post, x and bias. Address 0 of a gradient: not wanted.
+    """Backward kernel of `post_mix`: makes the gradients of residual, h_res, h_post, x and bias. Address 0 of a
+    gradient: not wanted.
 
     workspace: float32 [min(tokens, CTAS_PER_SM num_sms), C]; used only if d_bias is wanted.
     """
@@ -278,7 +295,15 @@ class PostMixBackward(Invariant):
         bias_sums: cute.Tensor,
     ):  # fmt: skip
         """Process one vector (16 bytes) of each stream of a token. Store the gradients of residual and x at these
-        columns, and add to the token's sums (`dots`) for h_res and h_post, and to the bias' sums."""
+        columns, and add to the token's sums (`dots`) for h_res and h_post, and to the bias' sums.
+
+        Args:
+            bias_code: the dtype of the bias.
+            column: number of the vector in the row.
+            vectors: number of vectors of a row.
+            coefficients, buffer: the token's coefficients, and the index of their buffer.
+            bias_sums: the CTA's sums in shared memory, one for each column.
+        """
         n, count = self.n, elements(self.dtype)
         first = token * n * vectors + column
         raw_d = [load_vector(self.dtype, d_out, first + i * vectors) for i in range(n)]
@@ -315,7 +340,13 @@ class PostMixBackward(Invariant):
     @cute.jit
     def _store(self, gradients: Gradients, forms: Int32, transpose: Int32, token: Int64, index: Int32, value: Float32):
         """Store one of a token's sums as a gradient. Sum number i n + j is the gradient of h_res[i, j]; sum number n^2
-        + i is the gradient of h_post[i]."""
+        + i is the gradient of h_post[i].
+
+        Args:
+            forms: dtypes of h_res, h_post and bias, two bits each.
+            transpose: not 0: the gradient of h_res is stored transposed.
+            index, value: the sum's number, and the sum.
+        """
         n = self.n
         if index < n * n:
             at = index

@@ -99,14 +99,21 @@ class Path(NamedTuple):
 
 
 class Project(Invariant):
-    """Host function and first kernel of the projection. Results: h_pre, h_post and h_res, float32.
+    """Host function and first kernel of `project`: p = x weight^T, then norm and gates (gates.py). Results: h_pre,
+    h_post and h_res, float32.
 
     The kernel multiplies 16-bit weights, in the streams' dtype. For float32 weights, `ExactProducts` is launched
     instead.
 
     Args:
+        x: the address of the streams [T, n C].
+        weight: the address of [K, n C], K = n^2 + 2n.
+        alpha_pre, alpha_post, alpha_res, bias, eps: parameters of the gates (`Gates`).
+        h_pre, h_post, h_res: the addresses of the results [T, n], [T, n] and [T, n, n].
         stats: the address of float32 [T, K + 1], each token's p, then the root mean square of its x; 0: not wanted.
         workspace: the address of float32, `shapes.project_workspace` elements.
+        forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
+        width: C.
         slices, slice_columns, groups: the division of columns and tokens over CTAs (`shapes.Slices`).
     """
 
@@ -187,7 +194,12 @@ class Project(Invariant):
     @cute.jit
     def _fill(self, weights: cute.Pointer, problem: Projection, weight: Int64, code: Int32):
         """Write this CTA's slice of the weight's columns, in the streams' dtype, to shared memory. Columns past the
-        last become zeros."""
+        last become zeros.
+
+        Args:
+            weights: the shared memory.
+            weight, code: the address of the weight [K, n C], and its dtype.
+        """
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
         count, threads = elements(self.dtype), self.threads
@@ -240,6 +252,8 @@ class Project(Invariant):
 
         Args:
             ring: the warp's own stages, which `_start` began to fill.
+            weights: the weight's slice in shared memory.
+            problem, path: sizes of the projection and of the warp's work.
             first: the step to multiply first.
             ahead: the step to copy next.
         """
@@ -301,6 +315,11 @@ class Project(Invariant):
 
         `_copy` copied the last vector again in place of vectors past the last. These copies are multiplied by zeros of
         the weight.
+
+        Args:
+            stage: x at the step, in shared memory.
+            weights: the weight's slice in shared memory.
+            vectors: number of vectors that a row of x has in the slice.
         """
         lane = cute.arch.lane_idx()
         mma = WarpMma(self.dtype)

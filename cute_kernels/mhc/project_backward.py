@@ -72,7 +72,7 @@ class Products(NamedTuple):
 
 
 class ProjectBackward(Invariant):
-    """Host function of the projection's backward.
+    """Host function of the backward of `project` (project.py: p = x weight^T, then norm and gates).
 
     Results: d_x and d_weight (address 0: not wanted); d_sums, float32 [K + 3], the gradients of the bias and of the
     three alphas.
@@ -180,7 +180,10 @@ class VectorGradients(Invariant):
     ):  # fmt: skip
         """Launch the kernel.
 
-        parts: number of parts into which the tokens are divided.
+        Args:
+            streams, products: addresses of inputs and results.
+            weight, weight_code: the address of the weight [K, n C], and its dtype.
+            parts: number of parts into which the tokens are divided.
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, weight, weight_code).launch(
@@ -228,7 +231,14 @@ class VectorGradients(Invariant):
     @cute.jit
     def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
         """Load a lane's columns of its four tokens of a tile. Past the last token, the last token is loaded again, with
-        a dp of 0."""
+        a dp of 0.
+
+        Args:
+            source: the address of a matrix [T, n C].
+            at: the lane's first column, counted in a token's row of n C columns.
+            tile: number of the token tile.
+            words: registers [., 4] for the columns of the four tokens.
+        """
         for j in cutlass.range_constexpr(len(OFFSETS)):
             token = cutlass.min(self._token(tile, j), streams.tokens - 1)
             row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize
@@ -239,7 +249,13 @@ class VectorGradients(Invariant):
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, at: Int32) -> list:
         """Return the weight at a lane's columns as left MMA operands. They are nested by step of 8 outputs, then by 16
-        columns."""
+        columns.
+
+        Args:
+            weight, code: the address of the weight [K, n C], and its dtype.
+            row_length: n C.
+            at: the lane's first column, counted in a token's row of n C columns.
+        """
         place = cute.arch.lane_idx() % 4
         steps = []
         for step in range(self.outputs // 8):
@@ -294,9 +310,21 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a token tile: add the tile's contribution to the sums for d_weight (`sums`), and store its d_x.
+        """Process a token tile at the lane's columns: add the tile's x^T dp to the sums for d_weight, and store its
+        d_x. (dp is the gradient of p = x weight^T.)
 
         All loads come first, since the compiler cannot move a load before a store.
+
+        Args:
+            streams: addresses of x, d_x and the addends.
+            products: addresses of dp and of each token's factor f; weights 0: d_weight is not wanted.
+            fixed: the weight at the lane's columns as MMA operands (`_fixed_operand`).
+            raw: x of the lane's four tokens at its columns, as words (`_read`).
+            at: the lane's first column, counted in a token's row of n C columns.
+            stream: number of the residual stream that has these columns.
+            tile: number of the token tile.
+            is_inside: False: the lane has no columns of its own, and stores nothing.
+            sums: the lane's sums for d_weight, registers.
         """
         columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
         chunks = range(self.outputs // 8)
@@ -324,7 +352,12 @@ class VectorGradients(Invariant):
 
     def _pairs(self, products: Products, tile: Int32, chunk: int) -> list:
         """Return dp (the gradient of p) as the right operand of d_weight's product, for the 8 outputs of `chunk`. It is
-        the words of two pairs of tokens, which begin at 2t and 2t + 8 with t = lane % 4."""
+        the words of two pairs of tokens, which begin at 2t and 2t + 8 with t = lane % 4.
+
+        Args:
+            products: addresses of dp.
+            tile: number of the token tile.
+        """
         lane = cute.arch.lane_idx()
         rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
         values = [
@@ -334,7 +367,12 @@ class VectorGradients(Invariant):
 
     def _rows(self, products: Products, tile: Int32, half: int) -> list:
         """Return dp (the gradient of p) as the right operand of d_x's product, for one half (8) of the tile's tokens:
-        the words of each step of 8 outputs."""
+        the words of each step of 8 outputs.
+
+        Args:
+            products: addresses of dp.
+            tile: number of the token tile.
+        """
         lane = cute.arch.lane_idx()
         row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
         made = []
@@ -349,7 +387,12 @@ class VectorGradients(Invariant):
         self, streams: Streams, tile: Int32, at: Int32, stream: Int32, j: cutlass.Constexpr[int]
     ) -> tuple:  # fmt: skip
         """Return the addends of d_x for the lane's j-th token: h_pre, and the lane's vectors of d_aggregate and
-        d_residual, in the dtype of the streams."""
+        d_residual, in the dtype of the streams.
+
+        Args:
+            at: the lane's first column, counted in a token's row of n C columns.
+            stream: number of the residual stream that has these columns.
+        """
         token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
         first = token * (streams.width * self.n) + at
         of_token = token * streams.width + at - stream * streams.width
@@ -363,7 +406,12 @@ class VectorGradients(Invariant):
 
     def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
         """Add x^T dp to `sums`, in two steps of 8 tokens. x^T dp is the tile's contribution to d_weight, dp the
-        gradient of p."""
+        gradient of p.
+
+        Args:
+            columns: x at the lane's columns, for each of its four tokens.
+            pairs: dp for each group of 8 outputs (`_pairs`); empty: dp is loaded here.
+        """
         mma = WarpMma(self.dtype)
         for chunk in range(self.outputs // 8):
             near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
@@ -382,7 +430,12 @@ class VectorGradients(Invariant):
 
     def _product(self, fixed: list, rows: list) -> cute.Tensor:
         """Return dp weight, a term of d_x, at a lane's columns for 8 tokens. dp is the gradient of p. The result is
-        transposed: MMA results [4, columns / 2]."""
+        transposed: MMA results [4, columns / 2].
+
+        Args:
+            fixed: the weight (`_fixed_operand`).
+            rows: dp of the 8 tokens (`_rows`).
+        """
         mma = WarpMma(self.dtype, half=True)
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
@@ -400,7 +453,14 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
-        """Store the warp's sums for d_weight in the workspace. They are sums over the CTA's part of the tokens."""
+        """Store the warp's sums for d_weight in the workspace. They are sums over the CTA's part of the tokens.
+
+        Args:
+            weights: the address of the sums [parts, K, n C].
+            row_length: n C.
+            at: the lane's first column, counted in a token's row of n C columns.
+            part: number of the part of the tokens.
+        """
         for chunk in cutlass.range_constexpr(self.outputs // 8):
             for one in cutlass.range_constexpr(2):
                 row = Int64(part) * self.outputs + chunk * 8 + cute.arch.lane_idx() % 4 * 2 + one
@@ -444,8 +504,11 @@ class PartSums(Invariant):
         """Launch the kernel.
 
         Args:
+            partials: the address of float32 [parts, size].
             out: the address of the result; 0: not wanted; then only the gates' sums are added.
             size: elements of out.
+            code: the dtype of out.
+            rows: the gates' sums, see `GateSums`.
         """
         ctas, threads = Int32(0), self.WARPS * LANES
         if out != 0:

@@ -172,7 +172,12 @@ class ExactProducts(Invariant):
     @cute.jit
     def _read(self, problem: ExactProjection, mine: Slice, step: Int32, values: cute.Tensor):
         """Load this thread's vectors of a step of the weight. Past the last column or row, the last one is read
-        again."""
+        again.
+
+        Args:
+            mine: the warp's work.
+            values: registers for the vectors.
+        """
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
             vector += step * self.step_vectors
@@ -193,6 +198,10 @@ class ExactProducts(Invariant):
         all warps.
 
         Vectors past the last column become zeros. (If `_read` set these zeros, it would have to wait for its loads.)
+
+        Args:
+            slot: the shared memory for one step of the weight.
+            mine: the warp's work.
         """
         for i in cutlass.range_constexpr(self.rounds):
             cute.arch.sync_warp()  # or the compiler splits all vectors of 8 streams at once, and spills
@@ -224,6 +233,10 @@ class ExactProducts(Invariant):
 
         Past the last token or vector, the last one is copied again. A unit without any token is not copied, and its
         sums are not stored.
+
+        Args:
+            mine: the warp's work.
+            unit: number of the unit (32 tokens) among the warp's units.
         """
         copy, itemsize = AsyncCopy(WORDS), self.dtype.width // 8
         first = mine.token + unit * (self.warps * UNIT_TOKENS)
@@ -251,6 +264,11 @@ class ExactProducts(Invariant):
         """Multiply one step of a unit (UNIT_TOKENS tokens) by the weight.
 
         The results are added to `products`. The squares of the step's elements of x are added to `squares`.
+
+        Args:
+            stage: x of the unit at this step, in shared memory.
+            weights: the weight at this step, split, in shared memory.
+            mine: the warp's work.
         """
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:

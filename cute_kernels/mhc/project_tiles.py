@@ -144,7 +144,11 @@ class TileGradients(Invariant):
     ):  # fmt: skip
         """Launch the kernel.
 
-        parts: number of parts into which the tokens are divided.
+        Args:
+            streams, products: addresses of inputs and results.
+            rows: the gates' sums, which one more CTA adds (`GateSums`).
+            weight, weight_code: the address of the weight [K, n C], and its dtype.
+            parts: number of parts into which the tokens are divided.
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, rows, weight, weight_code).launch(
@@ -269,7 +273,12 @@ class TileGradients(Invariant):
     @cute.jit
     def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
         """Start to copy a token tile's block to a stage: dp (the gradient of p), and each token's factor f, where f x
-        is the norm's term in d_x."""
+        is the norm's term in d_x.
+
+        Args:
+            blocks: the stage, in shared memory.
+            copiers: this thread's index among the threads that copy dp, and their count.
+        """
         often = AsyncCopy(WORDS, is_shared=True)
         source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
         for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):
@@ -280,6 +289,11 @@ class TileGradients(Invariant):
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, place: Place) -> list:
         """Return the weight at a warp's columns as MMA operands, which stay in registers.
+
+        Args:
+            weight, code: the address of the weight [K, n C], and its dtype.
+            row_length: n C.
+            place: the warp's columns.
 
         Returns:
             Words[group][j][part][step]: group of 4 vectors; pair j of a vector's elements; part 0 for the weight's
@@ -303,7 +317,14 @@ class TileGradients(Invariant):
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, products: Products, place: Place,
         fixed: list, tile: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a token tile: add its contribution to the sums for d_weight, and store its d_x."""
+        """Process a token tile: add its contribution to the sums for d_weight, and store its d_x.
+
+        Args:
+            stage: x and the addends of the tile, in shared memory.
+            blocks: dp and the factors f of the tile, in shared memory.
+            place: the warp's columns.
+            fixed: the weight (`_fixed_operand`).
+        """
         if products.weights != 0:
             self._grow(stage, blocks, sums)
         if streams.d_x != 0:
@@ -311,7 +332,10 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
-        """Add x^T dp, summed over a tile's tokens, to `sums`. dp is the gradient of p = x weight^T."""
+        """Add x^T dp, summed over a tile's tokens, to `sums`. dp is the gradient of p = x weight^T.
+
+        stage, blocks: see `_tile`.
+        """
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
         right = [self._dp(blocks, True, part) for part in range(self.parts)]
         row = lane % 8 + lane // 16 * 8
@@ -331,7 +355,10 @@ class TileGradients(Invariant):
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, place: Place, fixed: list, tile: Int32
     ):  # fmt: skip
         """Store d_x of a tile. d_x passes through shared memory, so that 8 lanes store 128 bytes of one row; from
-        registers they would store 64 bytes of each of two rows."""
+        registers they would store 64 bytes of each of two rows.
+
+        stage, blocks, place, fixed: see `_tile`.
+        """
         lane = cute.arch.lane_idx()
         left = [self._dp(blocks, False, part) for part in range(self.parts)]
         norms_at = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
@@ -373,8 +400,14 @@ class TileGradients(Invariant):
     ) -> list:  # fmt: skip
         """Return the words of d_x at a lane's vectors of two rows.
 
-        places: the addresses of x's vectors in these rows. The vectors of the addends are at a fixed distance after
-        them.
+        Args:
+            places: the addresses of x's vectors in these rows. The vectors of the addends are at a fixed distance after
+                them.
+            left: dp as MMA operands, nearest numbers and rests.
+            norms: the factor f of each row.
+            fixed: the weight at these vectors (`_fixed_operand`).
+            weights: h_pre of each row (`_addend_weights`).
+            d_residual: 0: there is no such addend.
         """
         mma, half_mma = WarpMma(self.dtype), WarpMma(self.dtype, half=True)
         sums = cute.make_rmem_tensor((4, 4), Float32)

@@ -143,7 +143,12 @@ def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: t
 @cute.jit
 def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cutlass.Constexpr[int]):
     """Do one iteration: normalise first the rows, then the columns, of diag(u) M0 diag(v) by changing the factors u and
-    v."""
+    v.
+
+    Args:
+        m0: M0, [n, n] row-major.
+        u, v: the factors of rows and of columns.
+    """
     _balance(m0, u, v, (n, 1), n, eps)
     _balance(m0, v, u, (1, n), n, eps)
 
@@ -175,6 +180,7 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
     """Go back one step: replace Q after the step, in place, by Q before it (see the top of this file).
 
     Args:
+        m0: M0, [n, n] row-major.
         ours: the factors, after the step, of the lines (rows or columns) that the step normalised.
         theirs, strides: as in `_balance`.
     """

@@ -152,6 +152,7 @@ class SliceTile(Invariant):
             streams: COLUMNS float32 numbers for each stream.
             y: COLUMNS float32 numbers of y.
             comb: lists by i, then by j.
+            post: the token's coefficients, one for each stream.
         """
         made = [cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(self.n)]
         for j in range(self.n):
@@ -174,7 +175,9 @@ class SliceTile(Invariant):
         """Return the place of the 16 bytes that this thread copies into each array for token tile `number`. Past the
         last token, it is the place of the last token's bytes.
 
-        start: the first column of the CTA's slice.
+        Args:
+            start: the first column of the CTA's slice.
+            width: D.
         """
         thread, _, _ = cute.arch.thread_idx()
         row, vector = thread // self.vectors, thread % self.vectors

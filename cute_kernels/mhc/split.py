@@ -73,7 +73,10 @@ def append_pairs(operands: list, low: cute.Tensor, high: cute.Tensor, dtype: typ
 @cute.jit
 def _chosen(low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
     """Return element 2 j + g % 2 of both rows, as two float32 numbers. g = lane / 4 is the operand's column that this
-    lane holds."""
+    lane holds.
+
+    low, high: the lane's elements of two weight rows.
+    """
     pair = cute.make_rmem_tensor(2, Float32)
     pair[0], pair[1] = low[2 * j], high[2 * j]
     if cute.arch.lane_idx() // 4 % 2 == 1:
@@ -85,6 +88,7 @@ def add_split(mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) ->
     """Add the products of split operands to `sums` (4 registers of an MMA).
 
     Args:
+        mma: the MMA instruction.
         near: two operands, the nearest numbers.
         with_rests: pairs of operands of which one is a rest; empty if nothing is split.
     """

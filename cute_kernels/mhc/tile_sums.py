@@ -27,10 +27,11 @@ PARTS = 4  # parts that are read at a time
 
 
 class TileSums(Invariant):
-    """The second kernel, which makes d_weight (`launch`), and the device code by which the first kernel stores its sums
-    (`leave`).
+    """The kernel that makes d_weight in the backward of `project` (`launch`), and the device code by which the kernel
+    before it, `TileGradients`, stores its sums (`leave`).
 
-    The first kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
+    `TileGradients` has a CTA for each pair of a block of columns and a part of the tokens. A block is the columns of
+    SPREAD_WARPS warps; `WarpColumns` says which columns a warp has.
     """
 
     def __init__(self, name: str, n: int, columns: WarpColumns):
@@ -57,7 +58,9 @@ class TileSums(Invariant):
     def _fragment(self, partials: Int64, row: Int32, index: Int32) -> cute.Tensor:
         """Return a view of the workspace: the thread's 4 registers of fragment `index` of a CTA.
 
-        row: the CTA's index, part * blocks + block.
+        Args:
+            partials: the address of all CTAs' sums.
+            row: the CTA's index, part * blocks + block.
         """
         thread, _, _ = cute.arch.thread_idx()
         return run_at(Float32, partials, (Int64(row * self.count + index) * THREADS + thread) * FRAGMENT, FRAGMENT)
@@ -67,6 +70,8 @@ class TileSums(Invariant):
         """Launch the second kernel.
 
         Args:
+            partials: the address of the sums that `leave` stored.
+            parts: number of parts of the tokens.
             out, code: the address of d_weight and its dtype.
             width: C.
         """
@@ -94,7 +99,15 @@ class TileSums(Invariant):
 
     @cute.jit
     def _store(self, out: Int64, code: Int32, warp: Int32, width: Int32, index: Int32, total: cute.Tensor):
-        """Store a fragment's sums in d_weight (`out`). There, 8 lanes have 8 neighbouring elements of a row."""
+        """Store a fragment's sums in d_weight (`out`). There, 8 lanes have 8 neighbouring elements of a row.
+
+        Args:
+            code: the dtype of d_weight.
+            warp: number of the warp of `TileGradients` that has these columns.
+            width: C.
+            index: the fragment's number.
+            total: the fragment's sums over all parts.
+        """
         lane, place = cute.arch.lane_idx(), self.columns.place(warp, width)
         for k in cutlass.range_constexpr(FRAGMENT):
             vector = index % self.pairs * 2 + k // 2

@@ -39,7 +39,10 @@ class TokenSums(Invariant):
 
     @cute.jit
     def leave(self, values: cute.Tensor, buffer: Int32):
-        """Sum each of the `count` values over the threads of a warp, and write the sums to shared memory."""
+        """Sum each of the `count` values over the threads of a warp, and write the sums to shared memory.
+
+        buffer: index of the buffer, 0 or 1.
+        """
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range_constexpr(self.count):
             total = cute.arch.warp_reduction_sum(values[i])
@@ -48,7 +51,10 @@ class TokenSums(Invariant):
 
     @cute.jit
     def total(self, index: Int32, buffer: Int32) -> Float32:
-        """Return sum number `index` over the CTA. Call it after the barrier that follows `leave`."""
+        """Return sum number `index` over the CTA. Call it after the barrier that follows `leave`.
+
+        buffer: index of the buffer, 0 or 1.
+        """
         result = Float32(0.0)
         for warp in cutlass.range_constexpr(self.warps):
             result += self.smem[index, warp, buffer]
