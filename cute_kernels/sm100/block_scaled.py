@@ -84,6 +84,10 @@ class ScaleLines(Invariant):
 
         Nothing past the last k-tile is read. Scales past a row's last block become 0 (2^-127), since a NaN would turn
         the zeros of padding elements into NaN.
+
+        Args:
+            k_tile: index of the first k-tile to load.
+            num_k_tiles: number of k-tiles of the tile.
         """
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
@@ -181,6 +185,10 @@ class BlockScaled(TensorCoreMainloop):
         """Return the operands of MMAs: (A, B, scales of A, scales of B).
 
         Scales are a tuple: the copy to tensor memory, its source, its target, and the tensor that MMAs read.
+
+        Args:
+            storage: the kernel's shared memory.
+            memory: tensor memory, in which the scales follow the accumulators.
         """
         mma, shape = self.tiled_mma(), (self.tile.m, self.tile.n, self.tile.k)
         layouts = (
@@ -198,7 +206,12 @@ class BlockScaled(TensorCoreMainloop):
         return *super().operands_of(storage, memory), *copies
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Copy a stage's scales to tensor memory, where MMAs read them."""
+        """Copy a stage's scales to tensor memory, where MMAs read them.
+
+        Args:
+            operands: the result of `operands_of`.
+            depth: not used: all of the k-tile's scales are copied.
+        """
         for copy, source, target, _ in operands[2:]:
             cute.copy(copy, source[None, None, None, None, stage], target)
 
@@ -227,6 +240,12 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         """Write the scales of x (rank 0) or of w (rank 1), for all k-tiles of one output tile, to their stages.
 
         Called by the warp with this rank. Return the pipeline's advanced state.
+
+        Args:
+            operands: the mainloop's inputs, with the addresses of the scales.
+            storage: the kernel's shared memory.
+            stages, state: the pipeline of the stages, and the warp's state in it.
+            work: the output tile.
         """
         if rank == 0:
             lines = [self._row_lines(operands, work)]
@@ -281,6 +300,8 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         Args:
             lines: the lane's rows of each atom (128 rows) of a stage.
             to: shared memory for the atoms of all stages.
+            stages, state: the pipeline of the stages, and the warp's state in it.
+            work: the output tile.
         """
         count, first = self.num_k_tiles(operands, work), Int32(to.toint())
         for each in lines:
@@ -305,6 +326,10 @@ def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
 
     It copies each atom four times, to the 32 lanes of each of the four warps. Return the copy, its source (descriptors
     of shared memory) and its target (tensor memory).
+
+    Args:
+        smem: the scales of all stages in shared memory.
+        memory: the scales of one stage in tensor memory.
     """
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
     source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)

@@ -49,7 +49,14 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
     ):  # fmt: skip
         """Copy the scales of dy and of x, for all k-tiles of one output tile, to their stages.
 
-        Return the pipeline's advanced state. rank: always 0, since one warp brings the scales of both operands.
+        Return the pipeline's advanced state.
+
+        Args:
+            operands: the mainloop's inputs, with the addresses of the scales.
+            storage: the kernel's shared memory.
+            stages, state: the pipeline of the stages, and the warp's state in it.
+            work: the output tile.
+            rank: always 0, since one warp brings the scales of both operands.
         """
         counts = self._atoms
         places = storage.a_scales.data_ptr(), storage.b_scales.data_ptr()
@@ -76,5 +83,5 @@ class ClearingBlockScaledWgradMainloop(ClearingWgradMainloop, BlockScaledWgradMa
 
 
 def _vector(pointer: cute.Pointer) -> cute.Tensor:
-    """Return an atom in shared memory as a vector of bytes."""
+    """Return an atom (the scales of 128 columns in a k-tile, 512 bytes) in shared memory as a vector of bytes."""
     return cute.make_tensor(pointer, cute.make_layout(ATOM_BYTES))

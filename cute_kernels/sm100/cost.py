@@ -68,6 +68,7 @@ def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine =
     Args:
         depth: elements of the contraction.
         parts: ranges of weight rows in the tile, 2 with a gate.
+        machine: rates of the GPU.
     """
     k_tiles = math.ceil(depth / tile.k)
     element_bytes = SWIZZLE_BYTES // tile.k

@@ -61,6 +61,8 @@ class GroupedMxfp8Gemm(GroupedGemm):
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Scales:
         """Host side: return the addresses of both operands' scales, which the mainloop brings to the tensor cores.
 
-        x_scale: the address of x's scales.
+        Args:
+            x_scale: the address of x's scales.
+            inputs: the epilogue's inputs, which hold the address of w's scales.
         """
         return Scales(x_scale, inputs.w_scale, Int32(w.shape[1]), inputs.gate)

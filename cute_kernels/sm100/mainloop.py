@@ -60,7 +60,12 @@ class TensorCoreMainloop(Mainloop):
         return {}
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaUmma:
-        """Make the pipeline of stages. gathers: rows come by index."""
+        """Make the pipeline of stages.
+
+        Args:
+            barriers: shared memory for the mbarriers.
+            gathers: True: rows come by index.
+        """
         return pipeline.PipelineTmaUmma.create(
             barrier_storage=barriers,
             num_stages=self.stages,
@@ -118,7 +123,11 @@ class TensorCoreMainloop(Mainloop):
     ):  # fmt: skip
         """Compute acc = A B^T over all k-tiles of a tile; called by the MMA warp. Return the pipeline's advanced state.
 
-        operands: the result of `operands_of`.
+        Args:
+            acc: the accumulator in tensor memory.
+            operands: the result of `operands_of`.
+            num_k_tiles: number of k-tiles; with 0, acc is not written.
+            stages, state: the pipeline of the stages, and the warp's state in it.
         """
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
@@ -141,6 +150,8 @@ class TensorCoreMainloop(Mainloop):
         """Issue one MMA of a k-tile, unless all of its elements are past `depth`.
 
         Args:
+            tiled_mma: the MMA.
+            acc: the accumulator in tensor memory.
             operands: A and B of this MMA.
             first: index, in the k-tile's depth, of the first element that the MMA multiplies.
             depth: how many elements of the k-tile must be multiplied (`depth_of`).
@@ -158,6 +169,7 @@ class TensorCoreMainloop(Mainloop):
 
         Args:
             operands: the result of `operands_of`.
+            stage: the stage's index.
             depth: the result of `depth_of`.
         """
 
@@ -200,7 +212,12 @@ class ClearingWgradMainloop(WgradMainloop):
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0]))
 
     def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
-        """Return the columns from the group's first row on; not clipped at the group's end."""
+        """Return the columns from the first row of the tile's group on; not clipped at the group's end.
+
+        Args:
+            columns: the view (columns, rows) of a matrix.
+            work: the tile.
+        """
         return cute.domain_offset((0, work.row), columns)
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:

@@ -168,6 +168,12 @@ class TensorMemoryGemm(PersistentGemm):
         """Run a warp that brings scales to shared memory, tile by tile: of rows of x (rank 0) or of weights (rank 1).
 
         In a weight gradient, rank 0 brings the scales of both operands.
+
+        Args:
+            storage: the kernel's shared memory.
+            stages: the pipeline of the stages.
+            ring: the ring from which the scheduler's tiles are read.
+            rank: 0 or 1.
         """
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
@@ -184,7 +190,11 @@ class TensorMemoryGemm(PersistentGemm):
     ):  # fmt: skip
         """Run the MMA warp: multiply tile by tile, into the two accumulators in turn.
 
-        read: the operands of MMAs, from `mainloop.operands_of`.
+        Args:
+            read: the operands of MMAs, from `mainloop.operands_of`.
+            stages: the pipeline of the stages.
+            ring: the ring from which the scheduler's tiles are read.
+            memory: the two accumulators.
         """
         cute.arch.griddepcontrol_wait()
         layout = mainloop.accumulator_layout()
@@ -209,6 +219,9 @@ class TensorMemoryGemm(PersistentGemm):
 
         Args:
             state: the epilogue's state.
+            stores: the epilogue's outputs, one for each output tensor.
+            ring: the ring from which the scheduler's tiles are read.
+            memory: the two accumulators.
             index: index of the warpgroup and of its accumulator, 0 or 1.
         """
         cute.arch.griddepcontrol_wait()

@@ -133,7 +133,10 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
-        """Read columns part * READ_COLUMNS to (part + 1) * READ_COLUMNS - 1 of a slab into their registers of `acc`."""
+        """Read columns part * READ_COLUMNS to (part + 1) * READ_COLUMNS - 1 of a slab into their registers of `acc`.
+
+        acc: the thread's registers for one slab (64 rows of the tile).
+        """
         memory = self.memory
         column = self.index * memory.tile.n + part * READ_COLUMNS
         address = memory.base.toint() + column + slab * (SLAB_LANES * LANE)

@@ -17,9 +17,12 @@ from .store import box_copies, boxes_at
 
 
 def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
-    """Host side: make the TMA descriptor that loads boxes of 16 rows of preactivations into a slot.
+    """Host side: make the TMA descriptor that loads boxes of 16 rows of preactivations into a slot (a buffer of 64 rows
+    in shared memory).
 
-    tensor: the preactivation, [T, 2I] or, without a gate, [T, I].
+    Args:
+        tensor: the preactivation, [T, 2I] or, without a gate, [T, I].
+        layout: where a and u of the gate lie in a row of the preactivation.
     """
     smem = smem_layout(tensor.element_type, rows=SLAB_LANES)
     op = cpasync.CopyBulkTensorTileG2SOp()
@@ -34,10 +37,13 @@ class PreactRing(preact.PreactRing):
         self, loads: preact.PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
         barrier: cute.Pointer,
     ):  # fmt: skip
-        """Start to load one slot of preactivations, box by box.
+        """Start to load one slot (64 rows in shared memory) of preactivations, box by box.
 
         Args:
-            row, at, half: the slot's first row, first column and half.
+            loads: the TMA descriptor (`make_loads`).
+            row, at, half: the slot's first row, first column, and half of the columns (0 or 1); half None: the tensor
+                has no mode for halves.
+            slot: the slot's index.
             barrier: the mbarrier that the bytes complete.
         """
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]

@@ -16,7 +16,7 @@ from . import store
 
 
 class RowSlots(store.Slots):
-    """A warpgroup's slots, stored without TMA.
+    """A warpgroup's staging slots (buffers of 64 rows in shared memory), stored without TMA.
 
     A lane writes DIVISOR (8) columns of a row at a time. A row has a multiple of 8 columns, but its bytes need not be a
     multiple of 16.
@@ -24,9 +24,15 @@ class RowSlots(store.Slots):
 
     @cute.jit
     def start(self, atom: None, tile: Place, slot: Int32 | int, policy: Int64 | None = None):
-        """Write a published slot to `tile`; called by the storing warp. policy: not used.
+        """Write a published slot (one that the warpgroup has filled) to `tile`; called by the storing warp.
 
         When this returns, all lanes have read the slot.
+
+        Args:
+            atom: None, as there is no TMA.
+            tile: the place in global memory.
+            slot: the slot's index.
+            policy: not used.
         """
         lanes_a_row = self.cols // DIVISOR
         lane = self.thread % WARP

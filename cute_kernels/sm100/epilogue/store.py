@@ -30,10 +30,11 @@ def boxes_at(tensor: cute.Tensor, row: Int32, col: Int32 | int, cols: int) -> cu
 
 
 def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot: Int32 | int) -> list[tuple]:
-    """Return a pair for each box of a slot: its view in shared memory and its view in global memory, partitioned for
-    TMA.
+    """Return a pair for each box (16 rows) of a slot, a buffer of 64 rows in shared memory. The pair is the box's view
+    in shared memory and its view in global memory, both partitioned for TMA.
 
     Args:
+        atom: the TMA copy.
         slots: all slots.
         boxes: the result of `boxes_at`.
         slot: the slot's index.
@@ -52,12 +53,21 @@ class BoxStore(store.RaggedStore):
     rows."""
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """Return the boxes of 16 rows at column `col` of `group`, a tensor whose first row is the slab's first row."""
+        """Return boxes of 16 rows by `cols` columns, from column `col` on (`boxes_at`). A slab (64 rows of the tile) is
+        every second of the first eight boxes.
+
+        Args:
+            group: the output tensor from the slab's first row on, clipped at the end of the group's rows.
+            col: the first column.
+            rows: not used, since a box always has 16 rows.
+            cols: columns of a box.
+        """
         return boxes_at(group, Int32(0), col, cols)
 
 
 def make_store(tensor: cute.Tensor, cols: int) -> BoxStore:
-    """Host side: make the TMA descriptor for storing a slot's boxes into a tensor (T, columns[, half]).
+    """Host side: make the TMA descriptor for storing the boxes of a slot (64 rows in shared memory) into a tensor (T,
+    columns[, half]).
 
     cols: columns of a slot.
     """
@@ -65,7 +75,8 @@ def make_store(tensor: cute.Tensor, cols: int) -> BoxStore:
 
 
 class Slots(store.Slots):
-    """A warpgroup's slots, stored by one TMA copy for each box."""
+    """A warpgroup's staging slots (buffers of 64 rows in shared memory), stored by one TMA copy for each box of 16
+    rows."""
 
     warp_step = WARP_LANES
 
@@ -80,9 +91,14 @@ class Slots(store.Slots):
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start to store a published slot's boxes; called by the storing warp alone.
+        """Start to store the boxes of a published slot (one that the warpgroup has filled); called by the storing warp
+        alone.
 
-        policy: L2 policy; None: the default.
+        Args:
+            atom: the TMA copy.
+            tile: the boxes in global memory (`BoxStore.cut`).
+            slot: the slot's index.
+            policy: L2 policy; None: the default.
         """
         for source, target in box_copies(atom, self.smem, tile, slot):
             cute.copy(atom, source, target, cache_policy=policy)

@@ -15,11 +15,17 @@ from .store import box_copies, boxes_at
 
 
 class SlotLoads(slot_loads.SlotLoads):
-    """Hopper's loads of dw into slots, box by box."""
+    """Hopper's loads of dw into staging slots (64 rows in shared memory), box by box of 16 rows."""
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Start to load the boxes of `tile` into a free slot; called by the storing warp."""
+        """Start to load the boxes of `tile` into a free slot; called by the storing warp.
+
+        Args:
+            atom: the TMA copy.
+            tile: the boxes in global memory.
+            slot: the slot's index.
+        """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
         for target, source in box_copies(atom, self.slots.smem, tile, slot):
