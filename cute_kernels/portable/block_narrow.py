@@ -47,6 +47,7 @@ class PendingScales(Invariant):
         Past the last block, use scale 0, since a stale NaN scale would turn padding zeros into NaN.
 
         Args:
+            sources: the address of the scales of the thread's weight row, and their number.
             place: index of the k-tile in its run.
             tile: index of the k-tile in the contraction.
         """
@@ -115,8 +116,11 @@ def block_narrow_sources(
 
     Args:
         lines: the addresses of the thread's weight rows.
+        weights: the experts' weight rows.
         w_scale: the address of the scales (memory/block_scales.py).
         depth: elements of a weight row.
+        work: the output tile.
+        weight_format: the format of the weights.
         parts, part_n: number of parts of the tile's columns (2 with a gate: a and u, else 1), and columns of each part.
         layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
     """

@@ -36,7 +36,11 @@ def glu_form(
         layouts        "blocked": every gate layout, if I is a multiple of 32. "strided": "concat" and "interleaved",
                        for any other I. With transposed weights, each gate layout is a form of its own.
 
-    width: I.
+    Args:
+        activation, glu_layout: the activation's name, and the order of the gate's weight rows.
+        width: I.
+        operands, tile, save_preact: not used; other architectures have kernels that depend on them.
+        transpose_w: True: weights are [E, K, N].
     """
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:

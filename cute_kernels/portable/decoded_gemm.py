@@ -57,7 +57,9 @@ def _round(outputs: cute.Tensor, first: int) -> None:
 
     Three other lanes hold the row's other 24 results in the block; shuffles find the greatest magnitude of all 32.
 
-    first: index of the first of the eight registers.
+    Args:
+        outputs: the thread's results, float32.
+        first: index of the first of the eight registers.
     """
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
     amax = Int32(0)

@@ -64,7 +64,14 @@ class DecodedAcross(Operand):
         return self.smem + self.decoded_bytes + stage * self.stage_bytes
 
     def copy(self, sources: LineSources, stage: Int32, k: Int32, depth: Int32) -> None:
-        """Start to copy a k-tile, 64 weight rows from row `k` on, into a stage."""
+        """Start to copy a k-tile, 64 weight rows from row `k` on, into a stage.
+
+        Args:
+            sources: the addresses of the weights and of their scales.
+            stage: the stage's index.
+            k: the k-tile's first weight row.
+            depth: not used.
+        """
         self.of_thread.copy(sources, self._slot(stage), k)
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:

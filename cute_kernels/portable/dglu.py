@@ -46,6 +46,8 @@ class PreactSlots(Invariant):
 
         Args:
             preact: locates the preactivations in global memory.
+            work: the output tile.
+            chunk: number of the chunk (64 x 64 outputs) in the tile.
             row, column: row and column of the chunk's first output.
         """
         for slot in range(self.layout.slots):
@@ -53,7 +55,7 @@ class PreactSlots(Invariant):
             self.slots.bring(preact.tile(work, row, at, half), self.slot(chunk, slot))
 
     def wait(self, number: Int32) -> None:
-        """Do nothing: all preactivations have arrived before the first chunk begins."""
+        """Do nothing: all preactivations of a tile have arrived before its first chunk (64 x 64 outputs) begins."""
 
     def release(self, number: Int32) -> None:
         """Do nothing: no two chunks (64 x 64 outputs) of a tile share slots."""

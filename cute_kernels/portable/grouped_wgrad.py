@@ -87,7 +87,16 @@ class WgradEpilogue(Invariant):
     def finish(
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: tuple, work: WorkTile, share: TileShare
     ):  # fmt: skip
-        """Store a tile of dw. adds: the result of `begin`."""
+        """Store a tile of dw: overwrite dw, or add to it.
+
+        Args:
+            state: the inputs and slots.
+            acc: the thread's accumulators.
+            adds: the result of `begin`.
+            stores: not used; `state.inputs` has the address of dw.
+            work: the output tile.
+            share: not used, since a CTA has the whole tile.
+        """
         inputs, cols = state.inputs, state.slots.cols
         base = inputs.base + expert_offset(inputs.address, work.expert) * UNIT_BYTES
         pitch = Int64(inputs.columns) * (self.dtype.width // 8)

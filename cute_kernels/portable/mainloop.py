@@ -66,6 +66,7 @@ class Mainloop(Invariant):
         When this returns, all stages are free.
 
         Args:
+            acc: the thread's accumulators.
             a, b: the operands' addresses in global memory, which each operand's `copy` takes.
         """
         run = self.b.run
@@ -98,6 +99,11 @@ class Mainloop(Invariant):
 
         Nothing is copied past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts
         stay fixed.
+
+        Args:
+            a, b: the operands' addresses in global memory.
+            num_tiles: number of k-tiles of the contraction, rounded up to whole runs.
+            depth: elements of the contraction; operands are zero past it.
         """
         if tile < num_tiles:
             for place in cutlass.range_constexpr(self.b.run):
@@ -115,7 +121,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _multiply(self, acc: cute.Tensor, stage: Int32, tile: Int32):
-        """Multiply the k-tile in a stage. tile: the k-tile's index in the contraction."""
+        """Multiply the k-tile in a stage, and add to the thread's accumulators `acc`. tile: the k-tile's index in the
+        contraction."""
         if cutlass.const_expr(self.is_split):
             self._step(acc, stage, tile, self.warp)
         else:
@@ -123,7 +130,13 @@ class Mainloop(Invariant):
                 self._step(acc, stage, tile, k)
 
     def _step(self, acc: cute.Tensor, stage: Int32, tile: Int32, k: Int32 | int) -> None:
-        """Multiply step `k` of a k-tile: 16 elements of its depth, for all rows of this warp and all columns."""
+        """Multiply step `k` of a k-tile (16 elements of its depth) for all rows of this warp and all columns, and add
+        to the thread's accumulators `acc`.
+
+        Args:
+            stage: the stage that holds the k-tile.
+            tile: the k-tile's index in the contraction.
+        """
         first_row = 0 if self.is_split else self.warp * 16
         rows = [self.b.rows_of(self.a, stage, slab * ROWS + first_row, tile, k) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
@@ -133,6 +146,7 @@ class Mainloop(Invariant):
         """Multiply this warp's 16 rows of each slab (64 rows of the tile) by 16 columns, and add to the accumulators.
 
         Args:
+            acc: the thread's accumulators.
             rows: for each slab, four words of mma.sync's operand a.
             pair: number of the 16 columns, which begin at column 16 * `pair`.
             columns: words of mma.sync's operand b, from b's `columns`.

@@ -133,6 +133,7 @@ class ScaleBytes(Invariant):
         Past the last block, use byte 0, since a stale NaN scale would turn padding zeros into NaN.
 
         Args:
+            sources: the address of the scales of the thread's weight row, and their number.
             place: index of the k-tile in its run.
             tile: index of the k-tile in the contraction.
         """
@@ -166,6 +167,7 @@ class ScaleWords(Invariant):
         """Start to load the scale bytes of one k-tile into a register. Bytes past the last block are 0.
 
         Args:
+            sources: the address of the scales of the thread's weight row, and their number.
             place: index of the k-tile in its run.
             tile: index of the k-tile in the contraction.
         """
@@ -226,6 +228,7 @@ class Narrow(Along):
         scales of the next run.
 
         Args:
+            sources: the address of the scales of the thread's weight row, and their number.
             tile: first k-tile of the next run.
             before: first stage of the previous run.
         """
@@ -251,11 +254,13 @@ class Narrow(Along):
         return block
 
     def make_pending(self, weights: Format) -> Any:
-        """Make the registers for scales that are being loaded."""
+        """Make the registers for the scales that a thread is loading (`pending`): `ScaleWords` if the four scales of a
+        k-tile of this format fill a word, else `ScaleBytes`."""
         return (ScaleWords if weights.scale_words(DEPTH) else ScaleBytes)(self.run, self.blocks)
 
     def _scaled(self, pair: Int32, multiplier: Int32) -> Int32:
-        """Multiply two elements by their block's multiplier."""
+        """Multiply two elements (a pair of bfloat16 numbers in a word) by their block's multiplier, which is in both
+        halves of a word."""
         return product(pair, multiplier)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
@@ -263,6 +268,8 @@ class Narrow(Along):
 
         Return the lane's four words of mma.sync's operand b: both halves of the step for the first 8 columns, then for
         the last 8.
+
+        stage: the stage's index.
         """
         multipliers, words = cute.make_rmem_tensor(2, Int32), []
         of_lane = self._multipliers(stage)[((self.lane // 4, None), k // self.steps_per_block)]
@@ -362,8 +369,10 @@ ELEMENTS: dict[str, type[Element]] = {E4M3: E4m3, E2M1: E2m1}
 def narrow(lines: int, weights: Format, few_rows: bool) -> Narrow:
     """Make the operand of `lines` weight rows for a format's element type.
 
-    few_rows: True if the tile has few rows of x. E4M3 elements are then read in another order (see the top of this
-    file).
+    Args:
+        weights: the weights' format.
+        few_rows: True if the tile has few rows of x. E4M3 elements are then read in another order (see the top of this
+            file).
     """
     kinds = {E4M3: NarrowE4m3ByFours if few_rows else NarrowE4m3, E2M1: NarrowE2m1}
     return kinds[weights.element](lines, weights, few_rows)
@@ -381,8 +390,11 @@ def narrow_sources(
 
     Args:
         lines: the addresses of the thread's weight rows.
+        weights: the experts' weight rows.
         w_scale: the address of the scales, which lie as [E, weight rows, blocks of depth].
         depth: elements of a weight row.
+        work: the output tile.
+        weight_format: the format of the weights.
         parts, part_n: number of parts of the tile's columns (2 with a gate: a and u, else 1), and columns of each part.
         layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
     """

@@ -13,7 +13,8 @@ c ^ line % 8. Lines of less than 128 bytes share 128 bytes, and count together a
 A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
 
 In signatures, `k` is a step, 16 elements of a k-tile's depth. Only in `copy`, `k` is the first element of a k-tile.
-`depth` is the number of elements of the whole contraction.
+`depth` is the number of elements of the whole contraction, `stage` the index of a stage, and `sources` the operand's
+addresses in global memory.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Operand(Invariant):
         Called for every run, also past the last k-tile.
 
         Args:
+            sources: the operand's addresses in global memory.
             tile: the run's first k-tile.
             before: the first stage of the previous run.
         """
@@ -90,6 +92,7 @@ class Operand(Invariant):
         """Read 16 rows of the other operand, x, with their elements in the order that this operand's `columns` has.
 
         Args:
+            stage: the stage that holds the k-tile.
             first: the first of the 16 rows.
             tile: index of the k-tile.
             k: step of the k-tile.

@@ -88,6 +88,7 @@ class TileKernel(Invariant):
         Args:
             acc: the thread's accumulators.
             operands: the kernel's run-time inputs of A and B.
+            work: the output tile.
         """
         raise NotImplementedError
 
@@ -147,7 +148,14 @@ class TileKernel(Invariant):
     def _make(
         self, mainloop: Mainloop, states: States, acc: cute.Tensor, work: WorkTile, operands: Any, stores: Any
     ):  # fmt: skip
-        """Make one tile of the output, from the first copy to the last store."""
+        """Make one tile of the output, from the first copy to the last store.
+
+        Args:
+            states: makes the epilogue's states.
+            acc: the thread's accumulators.
+            work: the output tile.
+            operands, stores: see `start`.
+        """
         share = TileShare(Int32(0), Int32(0))
         acc.fill(0.0)
         prefetched = self.epilogue.begin(states.new(), work, share)

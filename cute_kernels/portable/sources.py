@@ -64,6 +64,11 @@ def row_sources(rows: Rows, work: WorkTile, operand: Along) -> Lines:
     """Return the addresses from which a thread copies rows of x.
 
     Past the group's last row, the last row is read again; the results of these copies are never stored.
+
+    Args:
+        rows: the rows of x.
+        work: the output tile.
+        operand: the operand in shared memory that the rows become.
     """
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
@@ -84,6 +89,9 @@ def weight_sources(
     Past an expert's last weight row, the last weight row is read again; the results of these copies are never stored.
 
     Args:
+        weights: the experts' weight rows.
+        work: the output tile.
+        operand: the operand in shared memory that the weights become.
         part_n: columns of the tile for each part (a and u of a gated layer; otherwise there is one part).
         layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
     """
@@ -111,6 +119,9 @@ def transposed_sources(
     The weights' columns are then the tile's columns.
 
     Args:
+        weights: the experts' weights.
+        work: the output tile.
+        operand: the operand in shared memory that the weights become.
         parts: 2 in a gated FC1, where half of the tile's columns belong to a (the activated half of the preactivation)
             and half to u (the linear half); else 1.
         half: if each half of x's columns has weights of its own (`GroupedMmSpec.in_halves`), the half whose weights are
@@ -131,7 +142,11 @@ def column_sources(rows: Rows, work: WorkTile, operand: Across, tile: Int32) -> 
     """Return the addresses from which a thread copies columns of dy or x in a weight gradient, over all rows of the
     group.
 
-    tile: index of the tile along the matrix's columns.
+    Args:
+        rows: the rows of dy or x.
+        work: the output tile.
+        operand: the operand in shared memory that the columns become.
+        tile: index of the tile along the matrix's columns.
     """
     blocks = []
     for number in range(operand.num_blocks):

@@ -196,6 +196,7 @@ class Slots(slots.Slots):
         """Convert a chunk of accumulators to `dtype`, and store it through a slot at `place` in global memory.
 
         Args:
+            values: the chunk (64 rows of the tile, the columns of a slot), float32.
             target: ignored.
             adds: True: add the converted numbers to the numbers in memory; False: overwrite these.
         """
