@@ -193,7 +193,10 @@ class Chooser(Invariant):
     def _weight(self, token: Int32, expert: Int32, everything: Softmax) -> Float32:
         """Return the weight of this lane's expert; 0 if `expert` is -1.
 
-        everything: the result of `_rank`.
+        Args:
+            token: the token's index.
+            expert: the expert's index; -1: none.
+            everything: the result of `_rank`.
         """
         rule = self.rule
         has_one = expert >= 0

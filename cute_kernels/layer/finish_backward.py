@@ -53,8 +53,8 @@ class Rows(NamedTuple):
 
 
 class FinishBackward(Invariant):
-    """Kernel that adds each row's partial sums in a fixed order. For rows after the last group, it zeroes these sums
-    and the rows of a 16-bit matrix.
+    """Kernel that adds each row's partial sums of the row scale's gradient, in a fixed order. For rows after the last
+    group (rows that belong to no expert), it zeroes these sums and the rows of a 16-bit matrix, dx.
 
     It follows the kernels that make the partial sums and the matrix, and starts while they drain. That is safe for the
     zeros, since those kernels write none of the memory that this kernel writes. Zeros are written first, since the

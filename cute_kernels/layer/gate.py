@@ -55,6 +55,7 @@ class _Gate(Invariant):
         Args:
             vector: the number of the vector in its row of act.
             vectors: the length of a row of act, in vectors.
+            glu_layout: an index of LAYOUTS.
         """
         of_block = BLOCK_ROWS // self.count
         in_blocks = vector // of_block * (2 * of_block) + vector % of_block
@@ -64,7 +65,8 @@ class _Gate(Invariant):
         return first, second
 
     def _halves(self, first: cute.Tensor, second: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return a vector of a and a vector of u, made from two loaded vectors of the preactivation h.
+        """Return a vector of a and a vector of u (the activated and the linear half of a gate), made from two loaded
+        vectors of the preactivation h.
 
         In layout "interleaved" (`is_mixed`), a is the even elements of both vectors and u the odd elements. In other
         layouts, a is the first vector and u the second.
@@ -78,7 +80,10 @@ class _Gate(Invariant):
 
     def _in_turns(self, a: cute.Tensor, u: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
         """Return the two vectors of the preactivation's gradient to store, made from the gradients of a and u. This is
-        the inverse of `_halves`."""
+        the inverse of `_halves`.
+
+        is_mixed: True: layout "interleaved".
+        """
         first, second = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         turns = [(a, u)[i % 2][i // 2] for i in range(2 * self.count)]
         for i in range(self.count):

@@ -90,6 +90,11 @@ class Logits(Invariant):
         weight row.
 
         Past the last token, the last token is read again. dtype: the dtype of the weight.
+
+        Args:
+            x, weight: addresses.
+            expert: the expert's index.
+            tokens, width: number of tokens N, and H.
         """
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)

@@ -67,7 +67,12 @@ class Choices(NamedTuple):
 
 
 def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
-    """Make the Choices of ids that are int32 expert indices already, without a map."""
+    """Make the Choices of ids that are int32 expert indices already, without a map.
+
+    Args:
+        ids: the address of int32 [N, k].
+        experts, k, limit: see `Choices`.
+    """
     return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 
@@ -190,7 +195,9 @@ class Placer(Invariant):
     def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
         """Write the CTA's chunk of choices to all tensors of `results`. Call `count` before.
 
-        counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
+        Args:
+            counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
+            chunk, chunks: this CTA's chunk, and the number of chunks.
         """
         before, total = self._elsewhere(counts, chunk, chunks)
         ends = self._scan(total)
@@ -207,7 +214,12 @@ class Placer(Invariant):
 
     @cute.jit
     def _elsewhere(self, counts: Int64, chunk: Int32, chunks: Int32) -> tuple[Int32, Int32]:
-        """Return how often this thread's expert was chosen: in all chunks before this one, and in all chunks."""
+        """Return how often this thread's expert was chosen: in all chunks before this one, and in all chunks.
+
+        Args:
+            counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
+            chunk, chunks: this CTA's chunk, and the number of chunks.
+        """
         before = Int32(0)
         total = Int32(0)
         if chunks > 1:

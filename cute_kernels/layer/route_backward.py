@@ -99,7 +99,10 @@ class RouteBackward(Invariant):
     def _of_all(self, logits: Int64, forms: Int32, first: Int64, experts: Int32) -> tuple[Float32, Float32]:
         """Return the largest of a token's logits, and the sum of exp(logit - largest) over all experts.
 
-        first: the index of the token's first logit among all logits.
+        Args:
+            logits: the address of the logits.
+            forms: the dtype of the logits (`dtypes.PARAM_FORMS`).
+            first: the index of the token's first logit among all logits.
         """
         top = Float32(LOWEST)
         lane = cute.arch.lane_idx()

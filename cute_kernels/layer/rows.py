@@ -48,7 +48,13 @@ class _Rows(Invariant):
         self, arguments: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
     ) -> None:  # fmt: skip
         """Launch the kernel. If the same call launched other kernels before (`position` > 0), this is a programmatic
-        dependent launch, so that the kernel starts early."""
+        dependent launch, so that the kernel starts early.
+
+        Args:
+            arguments: the kernel's arguments except k and the vectors of a token.
+            k: choices of a token.
+            width: H, columns of a token.
+        """
         vectors = width // elements(self.dtype)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*arguments, k, vectors).launch(
