@@ -119,7 +119,8 @@ class _Send(Invariant):
     """Base of kernels that send rows.
 
     A warp sends one part of a row at a time: UNROLL vectors a lane (`RowVectors`). The grid has at most as many CTAs as
-    can run at the same time. A rank without tokens also launches, since the other ranks wait for its word.
+    can run at the same time. A rank without tokens also launches, since the other ranks wait for its word (a 64-bit
+    message, words.py).
 
         who                       waits for                            then
         warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
@@ -192,7 +193,8 @@ class Table(NamedTuple):
 
 
 class SendTokens(_Send):
-    """Kernel of dispatch. `layer/kernels.py` describes the arguments."""
+    """Kernel of dispatch: sends tokens' rows and choices to the ranks that have the chosen experts (see the top of this
+    file). `layer/kernels.py` describes the arguments."""
 
     @cute.jit
     def __call__(
@@ -236,6 +238,7 @@ class SendTokens(_Send):
         """Write this dispatch's number, and how many tokens each rank sent, to the handle. `SendSums` reads the handle.
 
         Args:
+            operation: this dispatch.
             word: in lane r, the word of rank r.
             handle: the address of int64 [1 + world]; 0: not wanted.
         """
@@ -249,7 +252,12 @@ class SendTokens(_Send):
     @cute.jit
     def _send_table(self, operation: Operation, table: Table, sizes: Sizes):
         """Send all choices (ids and weights) to all ranks. Ids after the last token are -1, so that a receiver can sort
-        the choices without the number of tokens."""
+        the choices without the number of tokens.
+
+        Args:
+            operation: this dispatch.
+            table: the choices.
+        """
         warp, warps = self._warps()
         link = operation.link
         first, step = warp * WARP + operation.lane, warps * WARP
@@ -313,6 +321,10 @@ class SendTokens(_Send):
         The mask follows from the token's choices. If these were sent before, it follows from the table `sum_rows`. If
         choices are sent now and `is_first`, also write the token's entries of both tables. Each lane handles one
         choice, then one rank.
+
+        Args:
+            table: the choices and the two tables.
+            is_first: True in the warp that sends the first part of the token's row.
         """
         lane = cute.arch.lane_idx()
         ranks = Int32(0)
@@ -371,7 +383,8 @@ class Back(NamedTuple):
 
 
 class SendSums(_Send):
-    """Kernel of combine. `layer/kernels.py` describes the arguments."""
+    """Kernel of combine: sends, for each token that another rank sent, the sum of this rank's results back to that rank
+    (see the top of this file). `layer/kernels.py` describes the arguments."""
 
     @cute.jit
     def __call__(
@@ -410,7 +423,10 @@ class SendSums(_Send):
     @cute.jit
     def _invalidate(self, back: Back, sizes: Sizes, link: Link):
         """Let all entries of the tables point to the NaN at the end of their regions, so that sums that follow these
-        tables are NaN. A region is a range of a rank's window."""
+        tables are NaN. A region is a range of a rank's window.
+
+        back: the tables.
+        """
         lane = cute.arch.lane_idx()
         for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
             vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most
@@ -422,7 +438,9 @@ class SendSums(_Send):
         """Send each token's sum back to the rank that sent the token. The order is by token number, then by rank, so
         that all links are busy at the same time.
 
-        handle: the dispatch's handle, which says how many tokens each rank sent.
+        Args:
+            rows: the results of this rank's experts.
+            handle: the dispatch's handle, which says how many tokens each rank sent.
         """
         warp, warps = self._warps()
         link = operation.link

@@ -170,6 +170,8 @@ class Operation(Invariant):
         warp calls this.
 
         Call `fail` if a word does not arrive in time, or if a rank gave up or is in another operation.
+
+        kind: an index of WORDS.
         """
         mine = self._word(self.link.rank, kind, self.peer)
         begin = cute.arch.globaltimer()
@@ -195,13 +197,21 @@ class Operation(Invariant):
         return word
 
     def _stamp(self, kind: int) -> Int64:
-        """Return this operation's number as it stands in words of a kind. It is in the upper 40 bits; in `enter` words,
-        which may be arbitrarily old, it takes all 64 bits."""
+        """Return this operation's number at the place that it has in words of a kind: the upper 40 bits. In `enter`
+        words, which may be arbitrarily old, it takes all 64 bits.
+
+        kind: an index of WORDS.
+        """
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 
     def _ahead(self, kind: int, word: Int64) -> Int64:
         """Compare the operation that wrote a word with this one. Return a number > 0 if the writer is a later
-        operation, 0 if it is this one, < 0 if it is an earlier one. The word's status and count are ignored."""
+        operation, 0 if it is this one, < 0 if it is an earlier one. The word's status and count are ignored.
+
+        Args:
+            kind: the kind of the word, an index of WORDS.
+            word: a word of this kind.
+        """
         number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
         return number - self._stamp(kind)
 
@@ -209,7 +219,10 @@ class Operation(Invariant):
     def _elsewhere(self, kind: cutlass.Constexpr[int]) -> Int32:
         """Return a bit mask of the ranks that are in another operation. A rank shows this in one of two ways: it wrote
         a word of the other phase (`tokens` or `sums`) with this operation's number, or it wrote an `enter` word with
-        this number although this rank needs none (has_credit)."""
+        this number although this rank needs none (has_credit).
+
+        kind: the kind of word that this rank waits for, an index of WORDS.
+        """
         other, rank = 1 - self.word, self.link.rank
         is_elsewhere = self._ahead(other, load_word(self._word(rank, other, self.peer))) == 0
         if const_expr(kind != ENTER):
