@@ -46,7 +46,8 @@ _BACK = "sum_rows weight_places handle regions state"
 def _routing(
     arguments: Signature | None = None, module: str = "", dtypes: Sequence[str] = ANY, ships: Sequence[str] = ()
 ) -> Kernel:
-    """Make the entry of KERNELS for a routing kernel. Such a kernel is compiled once for each of CAPACITIES."""
+    """Make the entry of KERNELS for a routing kernel; the arguments are fields of `Kernel`. A routing kernel is
+    compiled once for each of CAPACITIES, the most experts among which it can route."""
     return Kernel(arguments, module, dtypes, ships, is_sized=True)
 
 
