@@ -103,7 +103,9 @@ class DataPath(Path):
         that, since the kernel that copies rows does not support padded rows.
 
         Args:
-            call, problem, like: see `Path.planned`.
+            call: a checked call.
+            problem: the call's problem.
+            like: the planned path of a call that differs only in its number of rows. None: there is none.
         """
         may_copy = call.x.is_contiguous() or not self.reads_by_index
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
@@ -123,7 +125,9 @@ class DataPath(Path):
         The dict is {"preact": h} or {"act": m}; it is empty if backward needs neither.
 
         Args:
-            given, wanted, out: see `Path.forward`.
+            given: arguments by name, group sizes as "groups"; this method may change the dict.
+            wanted: names of the arguments that require a gradient.
+            out: buffer for the result. None: a new tensor.
         """
         keep_preact = not (self.recompute or wanted.isdisjoint(self.need_preact))
         keep_act = "w2" in wanted and not self.recompute
@@ -139,7 +143,13 @@ class DataPath(Path):
     def _forward_launch(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Compute the result and h with one launch; return (the result, {"preact": h})."""
+        """Compute the result and h with one launch; return (the result, {"preact": h}).
+
+        Args:
+            given: arguments by name.
+            wanted: names of the arguments that require a gradient.
+            out: buffer for the result. None: a new tensor.
+        """
 
         def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
@@ -178,6 +188,11 @@ class DataPath(Path):
         Data gradients come first, then weight gradients, so that each intermediate tensor is freed as soon as nothing
         needs it: h, which is removed from `saved`, before any weight gradient is allocated; the gradient of h before
         the last weight gradient.
+
+        Args:
+            saved: saved tensors by name.
+            targets: buffers for gradients.
+            dy: the gradient of the result.
         """
         (d_result,) = dy
         d_y = self._gathered(saved, d_result)
@@ -214,6 +229,11 @@ class DataPath(Path):
 
         False also if w2 is None, since w2 is saved only if a data gradient is needed, and other gradients do not need
         copies.
+
+        Args:
+            x: the tokens.
+            row_of: the index of each token's rows, see `TokenFunctions`.
+            w2: the second weight, or None.
         """
         if self.tokens is None or w2 is None:
             return False
@@ -266,7 +286,15 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with one launch. Arguments and result are those of `_data_gradients`."""
+        """Compute the data gradients with one launch; return what `_data_gradients` returns.
+
+        Args:
+            saved: saved tensors by name.
+            targets: buffers for gradients.
+            d_result: the incoming gradient.
+            dy: the result of `_gathered` for it.
+            wanted: names of the arguments that require a gradient.
+        """
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 
@@ -292,7 +320,8 @@ class DataPath(Path):
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute forward as two parts of the step: FC1 with its activation, then FC2.
+        """Compute forward in two parts, first FC1 with its activation, then FC2. Each part is a kernel launch, or a
+        call of a public operator if the step (this forward with its backward) is not a planned one.
 
         Args:
             given: arguments by name.
@@ -312,7 +341,12 @@ class DataPath(Path):
         return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
 
     def _glu(self, part: str, given: dict[str, Any], return_preact: bool = False) -> Any:
-        """Compute FC1 with its activation, as the part named `part`; return the activation, and on request also h."""
+        """Compute FC1 with its activation, as the part named `part`; return the activation, and on request also h.
+
+        Args:
+            given: arguments by name.
+            return_preact: True: return (activation, h).
+        """
 
         def call() -> Declared:
             return GroupedGluCall, {
@@ -392,7 +426,12 @@ class QuantisedPath(DataPath):
         return y, {"preact": preact} if keep_preact else {}
 
     def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
-        """Compute forward as the part named `part`; return (the result, the preactivation h)."""
+        """Compute forward as the part named `part`; return (the result, the preactivation h).
+
+        Args:
+            given: arguments by name.
+            out: buffer for the result. None: a new tensor.
+        """
         tensors = {name: given[name] for name in self.inputs}
         made = self.part(part, lambda: (Mxfp8ForwardCall, self.activation_options))
         return made(**tensors, rows=given.get("rows"), groups=given["groups"], out=out)

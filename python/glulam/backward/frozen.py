@@ -34,7 +34,7 @@ from .path import Declared, Path
 
 @functools.cache
 def part_names(name: str) -> tuple[str, ...]:
-    """Return the names of the arguments that hold a quantised weight: its elements, scales and global scale."""
+    """Return the names of the arguments that hold quantised weight `name`: its elements, scales and global scale."""
     return tuple(name + suffix for suffix in SUFFIXES)
 
 
@@ -54,7 +54,10 @@ class Frozen(Path):
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return {argument: True if backward reads it} (`Path.reads`). A weight's scales are read if the weight is."""
+        """Return {argument: True if backward reads it} (`Path.reads`). A weight's scales are read if the weight is.
+
+        wanted: names of the arguments that require a gradient.
+        """
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 
@@ -70,7 +73,9 @@ class Frozen(Path):
             w: the weight's elements, scales and global scale.
             groups: group sizes.
             over_rows: True: contract over the rows of each expert's weight (transpose_w). False: over its columns.
-            bias, bias_scale, out: see `grouped_mm`.
+            bias: [E, N], or a list of E tensors. None: no bias.
+            bias_scale: [T], a factor of each row's bias. None: 1.
+            out: buffer for the result. None: a new tensor.
         """
 
         def call() -> Declared:
@@ -93,7 +98,10 @@ class Frozen(Path):
             targets: buffers for gradients. The gradient goes into its buffer, or else into a new tensor, with zeros
                 after the last group. None: the gradient goes into a new tensor, uninitialised after the last group,
                 where nobody reads.
-            dy, w, groups, over_rows: see `product`.
+            dy: gradient of the GEMM's result.
+            w: the weight's elements, scales and global scale.
+            groups: group sizes.
+            over_rows: True: contract over the rows of each expert's weight. False: over its columns.
         """
         if targets is None:
             return self.product("x", dy, w, groups, over_rows)

@@ -71,6 +71,8 @@ class FlatLayout:
         """Generate the function `named` for this layout.
 
         It is generated for speed: a dict display takes 0.2 us, `dict(zip(..., strict=True))` 0.5 us.
+
+        absent: names of arguments that are None and have no input.
         """
         inputs: list[str] = []
         items: list[str] = []
@@ -85,7 +87,8 @@ class FlatLayout:
         return FunctionType(code, {"GateUp": GateUp, "__builtins__": builtins})
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
-        """Convert arguments, in the order of `names`, to flat inputs: lists and GateUps become separate tensors."""
+        """Convert arguments (`values`), in the order of `names`, to flat inputs: lists and GateUps become separate
+        tensors."""
         inputs = [*values]
         for place, *_ in self.several:
             value = inputs[place]
@@ -156,7 +159,13 @@ class Step:
         self.invariant = is_on()
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute and return the result, and save tensors for backward. `flat`: the inputs, see `FlatLayout`."""
+        """Compute and return the result, and save tensors for backward.
+
+        Args:
+            ctx: autograd's context.
+            targets: buffers for the result and gradients.
+            flat: the inputs, one for each tensor of the arguments (`FlatLayout`).
+        """
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
             result, made = self.path.forward(dict(given), wanted, targets.out)
@@ -167,7 +176,13 @@ class Step:
         return result
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
-        """Compute the gradients of the flat inputs. `dy`: the gradients of the results."""
+        """Compute the gradients of the inputs that `forward` got as `flat`.
+
+        Args:
+            ctx: autograd's context of the forward.
+            targets: buffers for the result and gradients.
+            dy: the gradients of the results.
+        """
         with part_of(self.op):  # autograd's thread is not the caller's
             return self.differentiate(ctx, targets, ctx.saved_layout.named(taken(ctx)), dy)
 
@@ -207,7 +222,12 @@ apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, Differe
 
 
 def apply(call: Any, path: Path, targets: Targets) -> Any:
-    """Compute a differentiable call by public operators, now its forward and later its backward; return the result."""
+    """Compute a differentiable call by public operators, now its forward and later its backward; return the result.
+
+    Args:
+        path: the forward and gradients of the call's operator.
+        targets: buffers for the result and gradients.
+    """
     (groups,) = tensor_groups(call.op, call.offs, call.splits, call.x).values()
     arguments = {name: getattr(call, name) for name in (*path.inputs, *call.beside_weights, *call.of_tokens)}
     layout, flat = flatten({**arguments, "groups": groups})

@@ -46,5 +46,11 @@ class MmPath(Path):
         return result
 
     def gradient_of_x(self, saved: dict[str, Any], targets: Targets, dy: Tensor) -> Tensor:
-        """Compute dx = dy w_e, [T, K]. `saved`: saved arguments by name."""
+        """Compute dx = dy w_e, [T, K].
+
+        Args:
+            saved: saved arguments by name.
+            targets: buffers for gradients.
+            dy: the gradient of the result.
+        """
         return self.data_gradient(targets, dy, saved["w"], saved["groups"])

@@ -30,7 +30,12 @@ the gradient, as `grouped_wgrad` does, or None, if autograd shall get none.
 
 
 def contracted(w: Any, transpose_w: bool) -> int:
-    """Return K of a weight (packed or a list), the number of columns of the matrix x with which it is multiplied."""
+    """Return K of a weight (packed or a list), the number of columns of the matrix x with which it is multiplied.
+
+    Args:
+        w: the weight.
+        transpose_w: True: an expert's weight is [K, N]. False: [N, K].
+    """
     columns: int = (w[0] if isinstance(w, (list, tuple)) else w).shape[-2 if transpose_w else -1]
     return columns
 
@@ -112,6 +117,8 @@ def check_targets(call: Any, targets: Targets) -> None:
 
     Layouts are checked once for each key (`key_of`), addresses whenever they are new.
 
+    call: the call to which the buffers belong.
+
     Raises:
         ValueError, TypeError: a buffer does not fit.
     """
@@ -167,6 +174,8 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
     """Return group sizes as a keyword, {"offs": tensor} or {"splits": tensor}, on x's device.
 
     Splits in host memory are checked and copied here, so that all parts of a step share one copy.
+
+    op: the operator's name, for errors.
     """
     if (offs is None) == (splits is None):
         check_groups(op, offs, splits, x, experts=0)  # raises

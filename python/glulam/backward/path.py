@@ -219,7 +219,13 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
-        """Compute a part of the step by calling the public operator; return the operator's results."""
+        """Compute a part of the step by calling the public operator; return the operator's results.
+
+        Args:
+            declared: function that returns the class and options of the part's call.
+            groups: group sizes.
+            tensors: the part's other tensor arguments.
+        """
         kind, options = declared()
         return kind.operator(**{**options, **tensors, self.grouped_by: groups})
 
@@ -232,7 +238,14 @@ class Path:
         return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
 
     def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: Tensor) -> Tensor:
-        """Compute x's gradient dy w_e, zero after the last group, into the buffer of `targets` or a new tensor."""
+        """Compute x's gradient dy w_e, zero after the last group, into the buffer of `targets` or a new tensor.
+
+        Args:
+            targets: buffers for gradients.
+            dy: gradient of the product x w_e^T.
+            w: the weight.
+            groups: group sizes.
+        """
         dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
         made: Tensor = self.times_w("x", not self.transpose_w)(x=dy, w=w, groups=groups, out=dx)
         return made
@@ -249,7 +262,8 @@ class Path:
             dy: gradient of the product x w_e^T.
             x: the matrix with which the weight was multiplied.
             groups: group sizes.
-            dy_rows, x_rows: indices of the rows of dy and of x, see `grouped_wgrad`.
+            dy_rows, x_rows: int32 [T], indices of the rows of dy and of x. None: rows lie in order.
+                At most one of the two is given.
         """
         if self.transpose_w:
             dy, x, dy_rows, x_rows = x, dy, x_rows, dy_rows
@@ -267,12 +281,14 @@ class Path:
         Args:
             write: the caller's function for this weight (`Targets.weights`). It is called with dy, x, and a dict of
                 keywords of `grouped_wgrad`: group sizes, `dy_rows`, `x_rows` and the recipe.
-            dy, x, groups: see `weight_gradient`.
+            dy: gradient of the product x w_e^T.
+            x: the matrix with which the weight was multiplied.
+            groups: group sizes.
             rows: `dy_rows` and `x_rows` of `weight_gradient`.
         """
         return write(dy, x, {**self.sizes(groups), **rows, "recipe": self.wgrad_recipe})
 
     def weight_gradient_call(self, name: str) -> Declared:
-        """Return the class and options of the call that computes a weight's gradient."""
+        """Return the class and options of the call that computes the gradient of weight `name`."""
         out_dtype = torch.float32 if name in self.wide else None
         return GroupedWgradCall, {"out_dtype": out_dtype, "accumulate": False, "recipe": self.wgrad_recipe}

@@ -110,7 +110,10 @@ class PlannedStep(Step):
         return self.run_into(ORDINARY, self._as_read(given[:-1]) if self.is_frozen else given[:-1])
 
     def _as_read(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the call's tensors, with quantised weights prepared as kernels read them."""
+        """Return the call's tensors, with quantised weights prepared as kernels read them.
+
+        given: the tensors of `names`.
+        """
         call = with_parts_as_read(self.call_of(dict(zip(self.names, given, strict=True))))
         return tuple([getattr(call, name) for name in self.names])
 
@@ -154,7 +157,13 @@ class PlannedStep(Step):
         return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute and return the result, and save tensors for backward. `flat`: the inputs, see `FlatLayout`."""
+        """Compute and return the result, and save tensors for backward.
+
+        Args:
+            ctx: autograd's context.
+            targets: buffers for the result and gradients.
+            flat: the inputs, one for each tensor of the arguments (`FlatLayout`).
+        """
         named = self.layout.named(flat)
         result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
@@ -170,11 +179,17 @@ class PlannedStep(Step):
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
-        """Compute the gradients of the flat inputs: by launches if possible, else by public operators.
+        """Compute the gradients of the inputs that `forward` got as `flat` (one for each tensor of the arguments): by
+        launches if possible, else by public operators.
 
         Public operators, which check all tensors again, compute in these cases: autograd records a graph of the
         backward; dy is traced, not contiguous or misaligned; the storage of a tensor was freed; hooks of saved tensors
         returned tensors with another layout.
+
+        Args:
+            ctx: autograd's context of the forward.
+            targets: buffers that the caller gave for the result and gradients.
+            dy: the gradients of the results.
         """
         kept = taken(ctx)
         assert self.saved_layout is not None  # forward ran
