@@ -267,7 +267,12 @@ class AddressedCall(Call):
     # Launches:
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> SingleFunction:
-        """Return the kernel's function as a `SingleFunction`, which serves any number of rows."""
+        """Return the kernel's function as a `SingleFunction`, which serves any number of rows.
+
+        Args:
+            problem: not used.
+            gpu: the GPU whose architecture the function is for.
+        """
         return SingleFunction(self.spec(gpu.arch))
 
     def result_tensors(self) -> tuple[ResultTensor, ...]:
@@ -310,6 +315,11 @@ class AddressedCall(Call):
 
         The LaunchShape may differ from that of `like`: the number of rows decides whether the kernel takes scratch
         memory, and the leading argument may have another number of token dimensions.
+
+        Args:
+            like: the plan of the other call.
+            problem: this call's problem (sizes, dtypes, options).
+            constants: the constants of the new plan.
         """
         key, launches = (constants["rank"], bool(constants["memory"])), like.serving.launches
         if key not in launches:

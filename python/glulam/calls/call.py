@@ -195,7 +195,8 @@ class Call(PlanMaker):
         If the plan of a call that differs only in its number of rows is kept, a copy for this number of rows is used.
 
         Args:
-            key, replacements: see `handle_miss`.
+            key: the key under which the call's plan will be kept. None: the call can have no plan.
+            replacements: values to use instead of the caller's arguments, by name (see `handle_miss`).
         """
         if key is not None:
             ready = changed(self, **replacements)
@@ -235,7 +236,12 @@ class Call(PlanMaker):
         return None if found is None else (changed(found[0], rows=rows), found[1])
 
     def keep_resizable(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
-        """Store this call's problem and plan, after all checks passed, for `find_resizable` of later calls."""
+        """Store this call's problem and plan, after all checks passed, for `find_resizable` of later calls.
+
+        Args:
+            key: the key of this call's plan.
+            plans: the plans among which the plan is stored.
+        """
         if problem.rows > 1:
             count = sum(getattr(self, name, None) is not None for name in self.per_row)
             gathered = self.gathered_places

@@ -2,6 +2,8 @@
 
 The checks are the same for every device. They read only shapes, dtypes, devices and strides, so they also work on the
 fake tensors of a trace. `memory` checks memory.
+
+In signatures, `op` is the operator's name and `name` the argument's name, both for errors.
 """
 
 from __future__ import annotations
@@ -213,7 +215,12 @@ def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> t
 
 
 def check_width(op: str, name: str, width: int, on_gpu: bool) -> None:
-    """Check a matrix dimension: positive, and on a GPU a multiple of 8."""
+    """Check a matrix dimension: positive, and on a GPU a multiple of 8.
+
+    Args:
+        width: the dimension's size.
+        on_gpu: True: the call runs on a GPU.
+    """
     if width == 0:
         raise ValueError(f"{op}: {name} has a dimension of 0 elements; give at least one")
     if on_gpu and width % ALIGNMENT_ELEMENTS:

@@ -1,4 +1,7 @@
-"""Checks of group sizes (offs or splits), of row indices, and of vectors with one number for each row or expert."""
+"""Checks of group sizes (offs or splits), of row indices, and of vectors with one number for each row or expert.
+
+In signatures, `op` is the operator's name and `name` the argument's name, both for errors.
+"""
 
 from __future__ import annotations
 

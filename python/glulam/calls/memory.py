@@ -5,6 +5,8 @@ Fake tensors have no memory: callers pass only real tensors, or the check skips 
 A plan (a kept launch, see `launch`) serves calls of equal metadata. Metadata is checked once, but addresses are checked
 whenever they are new (`check_unseen`). Allocators return the same addresses again and again: finding them in a set
 takes 0.1 us, checking all tensors 2 us.
+
+In signatures, `op` is the operator's name and `name` the argument's name, both for errors.
 """
 
 from __future__ import annotations

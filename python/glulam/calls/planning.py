@@ -40,6 +40,8 @@ from .memory import check_alignment, tensors_of
 class PlanMaker(Arguments):
     """A call's arguments, and methods that make the launch which passes these arguments to a kernel.
 
+    In methods, `problem` is the call's `Problem`: the sizes, dtypes and options from which a kernel is chosen.
+
     Attributes:
         sources: {the kernel's name of an argument: the operator's name}, for names that differ.
         definition: the operator's results, and the values of its launch.
@@ -133,6 +135,11 @@ class PlanMaker(Arguments):
 
         This is needed because the kernel's exported function checks the alignment of tensors, but not of arguments that
         it takes by address. Lists were checked when their tables were made.
+
+        Args:
+            op: the operator's name, for errors.
+            outs: the outputs that the caller gave.
+            read: the arguments that are read, by name.
         """
         given = [(cls.labels.get(name, name), read.get(name)) for name in (*cls.matrices, *cls.weights)]
         given += [("out" if len(outs) == 1 else f"out[{place}]", out) for place, out in enumerate(outs)]
@@ -204,7 +211,9 @@ class PlanMaker(Arguments):
         """Return the kernel's function and the argument values that this call's launch would pass; launch nothing.
 
         Args:
-            problem, serving, gpu: see `plan`.
+            problem: the call's problem.
+            serving: a `kernels.Fixed`, to use a particular kernel. None: `choose` chooses the kernel.
+            gpu: the GPU that the launch is for. None: the GPU of the leading argument.
         """
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
@@ -220,6 +229,10 @@ class PlanMaker(Arguments):
         """Return (LaunchShape, its compiled code) for a copy of plan `like` with this call's number of rows.
 
         Here they are those of `like`. Subclasses override this method if the number of rows changes the launch's code.
+
+        Args:
+            like: the plan of a call that differs only in its number of rows.
+            constants: the constants of the new plan.
         """
         return like.shape, like.run.__code__
 
@@ -241,7 +254,10 @@ class PlanMaker(Arguments):
         return Plan(self.op, shape, constants, serving, *extents, self.check_new_addresses, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
-        """Return the constants of a plan that may depend on the number of rows."""
+        """Return the constants of a plan that may depend on the number of rows.
+
+        serving: object whose `at(rows)` is the kernel's function for a number of rows.
+        """
         served, memory = serving.at(problem.rows), self.scratch(problem).values()
         of_launch: dict[str, Any] = {
             "num_rows": problem.rows, "draws_tickets": served.draws_tickets,
@@ -301,7 +317,12 @@ class PlanMaker(Arguments):
         )
 
     def _source(self, argument: Argument, sources: dict[str, Source]) -> Source:
-        """Return the source of a kernel argument. Raises TypeError if a required argument has none."""
+        """Return the source of a kernel argument. Raises TypeError if a required argument has none.
+
+        Args:
+            argument: the kernel's argument.
+            sources: {kernel argument: its source}.
+        """
         if argument.name not in sources and not argument.optional:
             raise TypeError(f"{self.op}: nothing gives {argument.name}, which the function needs")
         return sources.get(argument.name, Source(ABSENT))

@@ -229,6 +229,8 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
     """Raise NotImplementedError if the call must be batch-invariant, but a collective would add partial results.
 
     The partial results are the ranks' addends of a result or of a gradient.
+
+    splits: the split of the call for each dimension of the mesh.
     """
     if not call.invariant:
         return
@@ -241,7 +243,10 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 
 
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
-    """Raise ValueError if a sharded dimension cannot be divided equally, with each gate beside its up-projection."""
+    """Raise ValueError if a sharded dimension cannot be divided equally, with each gate beside its up-projection.
+
+    splits: the split of the call for each dimension of the mesh.
+    """
     parts: dict[tuple[str, Any], int] = {}
     for dim, split in enumerate(splits):
         for name, cut in split.dims.items():
@@ -310,6 +315,10 @@ def _dim_in(cut: Any, value: Any) -> int:
     """Convert a dimension of the packed tensor [E, ...] to the dimension of the argument's own tensors.
 
     For a list this is one less, since the tensors of a list have no dimension E.
+
+    Args:
+        cut: the dimension in the packed tensor.
+        value: the argument.
     """
     is_list = isinstance(value, (list, tuple)) and not isinstance(value, GateUp)
     return int(cut) - is_list

@@ -1,4 +1,7 @@
-"""Checks of weights, biases and buffers for weight gradients: packed tensors [E, ...], lists of E tensors, GateUps."""
+"""Checks of weights, biases and buffers for weight gradients: packed tensors [E, ...], lists of E tensors, GateUps.
+
+In signatures, `op` is the operator's name and `name` the argument's name, both for errors.
+"""
 
 from __future__ import annotations
 
