@@ -8,22 +8,24 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
-from glulam.tuner.timing import Call, Summary
+from glulam.tuner.timing import Call
 
 from .cases import cases_of
 from .options import Options
 from .results import Record
 from .routing import routed
-from .timing import ENQUEUE_US, MIN_ROUNDS, measure_device
+from .timing import Run, Times, measure_device
 
-Item = TypeVar("Item")
 Results = tuple[Tensor, ...]
+Measure = Callable[[float], Iterable[Record]]
+TimesOf = Callable[[dict[str, Call], float], Times]
+"""Both measure for about so many seconds, and return records, or the times of the calls."""
 PART_ELEMENTS = 2**28  # elements that are compared at once
 
 
@@ -81,24 +83,24 @@ def or_left_out(
 
 
 class Admitted(NamedTuple):
-    """The outcome of the checks before timing: calls and errors of the contestants to be timed, by name, and why the
-    others are left out.
-    """
+    """Calls and errors of the contestants to be timed, by name, and why the others are left out."""
 
     calls: dict[str, Call]
     errors: dict[str, float]
     left_out: dict[str, str]
 
 
-def _error(one: Contestant, call: Call) -> float | None:
-    """Return the error of a call's result, which is freed with this function; None if nothing is compared. Raises Wrong
-    if the error exceeds the contestant's bound.
-    """
-    result = call(0)
-    error = one.error(result) if one.error else None
-    if error is not None and not error <= one.bound:
+def within(error: float, bound: float) -> float:
+    """Return a result's error. Raises Wrong if it exceeds its bound or is NaN."""
+    if not error <= bound:
         raise Wrong(f"wrong, relative error {error:.2g}")
     return error
+
+
+def _error(one: Contestant, call: Call) -> float | None:
+    """Return the error of a call's result, which is freed with this function; None if nothing is compared."""
+    result = call(0)
+    return within(one.error(result), one.bound) if one.error else None
 
 
 def admitted(where: str, contestants: Iterable[Contestant]) -> Admitted:
@@ -122,59 +124,62 @@ def contest(
     sizes: Sequence[int] = (),
     *,
     where: str = "",
-    enqueue_us: float = ENQUEUE_US,
-    min_rounds: int = MIN_ROUNDS,
+    measure: TimesOf | None = None,
     **fields: Any,
 ) -> Record:
-    """Return the record of a contest in device time: check every contestant, then time the admitted ones in turns.
+    """Return the record of a contest: check every contestant, then time the admitted ones in turns.
 
     Args:
         sizes: each expert's rows, if the routing matters.
         where: the contest's name in warnings, after the case's.
-        enqueue_us: more than the host needs to enqueue one call of the slowest contestant.
+        measure: how calls are timed; None: device time, in turns.
     """
-    who = admitted(f"{case.label}{where and ', '}{where}", contestants)
-    times = measure_device(who.calls, budget_s, enqueue_us, min_rounds)
-    return make_record(case, times, sizes, **fields, errors=who.errors)
+    who = admitted(", ".join(filter(None, (case.label, where))), contestants)
+    return make_record(case, (measure or measure_device)(who.calls, budget_s), sizes, **fields, errors=who.errors)
+
+
+def make_record(case: Any, times: Times, sizes: Sequence[int] = (), **fields: Any) -> Record:
+    """Return the record of a contest: its case, the skew of `sizes` if given, further fields, and times."""
+    return {"case": dataclasses.asdict(case), **(routed(list(sizes)) if sizes else {}), **fields, "times": times}
+
+
+def records_of(title: str, measures: Sequence[Measure], budget_s: float) -> list[Record]:
+    """Return the records of all measurements, which share the budget; what one held on the GPU is freed before the
+    next.
+    """
+    records: list[Record] = []
+    for measure in track(measures, title):
+        records += measure(budget_s / len(measures))
+        torch.cuda.empty_cache()
+    return records
 
 
 def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) -> Callable[[Options], list[Record]]:
-    """Return a suite's run function: it calls `measure` with each case and an equal share of the budget, and returns
-    all records.
-    """
+    """Return a suite's run function, which measures each of its cases for an equal share of the budget."""
 
     def run(options: Options) -> list[Record]:
-        cases = cases_of(suite, options.case)
-        return records_of(suite, cases, lambda case: measure(case, options.budget_s / len(cases)))
+        return records_of(suite, [partial(measure, case) for case in cases_of(suite, options.case)], options.budget_s)
 
     return run
 
 
-def numbered(call: Callable[[], object]) -> Call:
+def numbered(call: Run) -> Call:
     """Return `call` as a function of a call's number, which it ignores."""
     return lambda number: call()
-
-
-def of_calls(
-    calls: Mapping[str, Callable[[], Any]],
-    compared: str,
-    wanted: Callable[[], Any] | None,
-    bound: float,
-    required: bool = True,
-) -> Iterator[Contestant]:
-    """Contestants that are ready calls; the result of `compared` is held to what `wanted` returns."""
-
-    def error(got: Any) -> float:
-        return relative_error(got, wanted() if wanted else got)
-
-    for name, call in calls.items():
-        has_error = wanted is not None and name == compared
-        yield Contestant(name, partial(numbered, call), error if has_error else None, bound, required)
 
 
 def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:
     """Return a function of a call's number that runs `call` on each of the sets of tensors in turn."""
     return lambda number: call(sets[number % len(sets)])
+
+
+def of_calls(
+    calls: Mapping[str, Run], compared: str, wanted: Run | None, bound: float, required: bool = True
+) -> Iterator[Contestant]:
+    """Contestants that are ready calls; the result of `compared` is held to what `wanted` returns."""
+    for name, call in calls.items():
+        error = (lambda got: relative_error(got, wanted())) if wanted and name == compared else None
+        yield Contestant(name, partial(numbered, call), error, bound, required)
 
 
 def listed(value: Any) -> Results:
@@ -197,23 +202,3 @@ def _relative_error(got: Tensor, wanted: Tensor) -> float:
     difference = math.hypot(*(float((a.float() - b.float()).norm()) for a, b in parts))
     norm = math.hypot(*(float(b.float().norm()) for _, b in parts))
     return difference / norm if norm else math.nan
-
-
-def as_times(times: Mapping[str, Summary]) -> dict[str, Any]:
-    """Return times as a record holds them: a dict of each summary's fields, by contestant."""
-    return {name: dataclasses.asdict(summary) for name, summary in times.items()}
-
-
-def make_record(case: Any, times: Mapping[str, Summary], sizes: Sequence[int] = (), **fields: Any) -> Record:
-    """Return the record of a contest: its case, the skew of `sizes` if given, further fields, and times."""
-    shared = {"case": dataclasses.asdict(case), **(routed(list(sizes)) if sizes else {})}
-    return {**shared, **fields, "times": as_times(times)}
-
-
-def records_of(title: str, items: Iterable[Item], measure: Callable[[Item], Iterable[Record]]) -> list[Record]:
-    """Return the records of all items, one after the other; what an item held on the GPU is freed before the next."""
-    records: list[Record] = []
-    for item in track(list(items), title):
-        records += measure(item)
-        torch.cuda.empty_cache()
-    return records

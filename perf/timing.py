@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glulam.tuner.timing import Call, Sampler, Summary, device_us, interleave, sleep_cycles
+from glulam.tuner.timing import Call, Sampler, device_us, interleave, sleep_cycles
 
 SAMPLE_US = 1000.0  # one device sample lasts about this long
 MAX_CALLS_PER_SAMPLE = 50
@@ -19,22 +19,32 @@ ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest
 WARM_UP_CALLS = 3
 REPLAY_US = 200.0  # more than the host needs to enqueue a graph's replay
 FLUSHED_L2 = 4  # sizes of L2 that are read to evict all of it
-MIN_ROUNDS = 5
+MIN_ROUNDS, MAX_ROUNDS = 5, 200
 HOST_CALLS_PER_SAMPLE = 100  # two launches each stay well inside the queue of 1024
 SQUARE, COPY_BYTES, LIMITS_S = 8192, 2**32, 2.0
 
+Run = Callable[[], Any]
+Times = dict[str, dict[str, Any]]
+"""What was measured of each contestant, as a record holds it."""
+
+
+def in_turns(
+    samplers: Mapping[str, Sampler], budget_s: float, min_rounds: int = MIN_ROUNDS, max_rounds: int = MAX_ROUNDS
+) -> Times:
+    """Take samples in turns until the budget is spent; return each contestant's median and outer deciles."""
+    found = interleave(samplers, budget_s, min_rounds, max_rounds) if samplers else {}
+    return {name: vars(summary) for name, summary in found.items()}
+
 
 def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
-    """Return a sampler of a call's device time. The call is warmed up first, and one trial decides how many calls a
-    sample has.
-    """
+    """Return a sampler of a call's device time: after a warm-up, one trial decides how many calls a sample has."""
     for number in range(WARM_UP_CALLS):
         call(number)
     calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
     return lambda: device_us(call, calls, enqueue_us)
 
 
-def flushed_sampler(replay: Callable[[], object], enqueue_us: float = REPLAY_US) -> Sampler:
+def flushed_sampler(replay: Call, enqueue_us: float = REPLAY_US) -> Sampler:
     """Return a sampler of the device time of one call from a cold L2.
 
     Before each call a tensor several times the size of L2 is read, not written: the call would pay for writing it back.
@@ -44,21 +54,14 @@ def flushed_sampler(replay: Callable[[], object], enqueue_us: float = REPLAY_US)
 
     def sample() -> float:
         evicting.sum()
-        return device_us(lambda number: replay(), 1, enqueue_us)
+        return device_us(replay, 1, enqueue_us)
 
     for _ in range(WARM_UP_CALLS):
         sample()
     return sample
 
 
-def measure_device(
-    calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
-) -> dict[str, Summary]:
-    """Return the device time of each call in microseconds, by CUDA events; the calls take turns."""
-    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)
-
-
-def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:
+def host_sampler(call: Run, calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:
     """Return a sampler of the host's wall time a call, starting from an idle device.
 
     Without `drain` a sample ends when the last call returns (time to enqueue), with it when the device is idle again
@@ -79,14 +82,27 @@ def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE,
     return sample
 
 
-def measure_host(
-    items: Mapping[str, Callable[[], object]], budget_s: float, calls: int = HOST_CALLS_PER_SAMPLE
-) -> dict[str, Summary]:
+def per_call(sampler: Sampler, count: int) -> Sampler:
+    """Return a sampler of the time of one call, from a sampler of `count` calls that are timed together."""
+    return lambda: sampler() / count
+
+
+def measure_device(
+    calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
+) -> Times:
+    """Return the device time of each call in microseconds, by CUDA events; the calls take turns.
+
+    enqueue_us: more than the host needs to enqueue one call of the slowest contestant.
+    """
+    return in_turns({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)
+
+
+def measure_host(items: Mapping[str, Run], budget_s: float) -> Times:
     """Return the host time until each item returns, in microseconds; the items take turns, without the garbage
     collector's pauses.
     """
     with no_garbage_collection():
-        return interleave({name: host_sampler(item, calls) for name, item in items.items()}, budget_s)
+        return in_turns({name: host_sampler(item) for name, item in items.items()}, budget_s)
 
 
 @contextmanager
@@ -100,12 +116,7 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def per_call(sampler: Sampler, count: int) -> Sampler:
-    """Return a sampler of the time of one call, from a sampler of `count` calls that are timed together."""
-    return lambda: sampler() / count
-
-
-def capture(run: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
+def capture(run: Run, pool: Any = None) -> Run:
     """Capture the run as a graph, after one warm-up on a side stream as torch asks; return its replay, which returns
     the captured run's results.
 
@@ -127,11 +138,10 @@ def capture(run: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
     return replay
 
 
-def peak_bytes(call: Callable[[], object], forget: Callable[[], None] = lambda: None) -> int:
+def peak_bytes(call: Run, forget: Callable[[], None] = lambda: None) -> int:
     """Return how far a call raises the memory allocated before it, results and gradients included.
 
-    Args:
-        forget: drops gradients; called before and after the call.
+    forget: drops gradients; called before and after the call.
     """
     forget()
     torch.cuda.synchronize()
@@ -160,9 +170,9 @@ def measure_limits() -> dict[str, float]:
         "copy": device_sampler(lambda number: target.copy_(source)),
         "launch": host_sampler(launch_nothing),
     }
-    times = interleave(samplers, LIMITS_S)
+    mm, copy, launch = (time["median_us"] for time in in_turns(samplers, LIMITS_S).values())
     return {
-        "cublas_8192_tflops": 2 * SQUARE**3 / times["mm"].median_us * 1e-6,
-        "copy_tbps": 2 * COPY_BYTES / times["copy"].median_us * 1e-6,
-        "launch_us": times["launch"].median_us,
+        "cublas_8192_tflops": 2 * SQUARE**3 / mm * 1e-6,
+        "copy_tbps": 2 * COPY_BYTES / copy * 1e-6,
+        "launch_us": launch,
     }

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support import fake_gpu
 
 import glulam
-from glulam.tuner.timing import summarise
+from glulam.tuner.timing import Summary, interleave, summarise
 from perf import __main__ as cli
 from perf import mlp, quantised, stamp
 from perf.cases import CASES, DECODE, MIXTRAL, PREFILL, QWEN3, SONIC, TINY, TOKEN, Case, cases_of, select
@@ -28,7 +28,6 @@ from perf.routing import ROUTINGS, apportion, group_sizes, routed
 from perf.suites import mlp as suite
 from perf.suites import portable, quantize
 from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, bare_items
-from perf.timing import Summary, interleave
 
 # Cases
 

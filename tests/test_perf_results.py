@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
+from glulam.tuner.timing import Summary
 from perf import __main__ as cli
 from perf import cells, plots, report, results, tables
 from perf.cases import DECODE, DEEPSEEK, MIXTRAL, PUBLISHED, QWEN3, SONIC
 from perf.suites import SUITES, function_of
 from perf.targets import HOST_OURS, target
-from perf.timing import Summary
 
 LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
 STAMP = {

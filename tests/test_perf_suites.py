@@ -42,7 +42,7 @@ def run(monkeypatch):
     monkeypatch.setattr(layer, "ROUTED_TOKENS", (1, 64))
     monkeypatch.setattr(serving, "SERVING", SERVED)
     monkeypatch.setattr(mhc, "CASES", [case._replace(sizes=(SMALL,) * len(case.sizes)) for case in mhc.CASES])
-    monkeypatch.setattr(mhc, "_measure_host", lambda _: {"op": "host", "times": {}})
+    monkeypatch.setattr(mhc, "_measure_host", lambda _: [{"op": "host", "times": {}}])
     for module, name in ((layer, "MAX_CALLS"), (layer, "PART_CALLS"), (layer, "MIN_ROUNDS"), (timing, "WARM_UP_CALLS")):
         monkeypatch.setattr(module, name, 1)
     readings = SimpleNamespace(mean=lambda *_: Reading(1400.0, 690.0, 1.0))
@@ -161,7 +161,7 @@ def test_who_cannot_be_captured_is_left_out_of_replays(run, monkeypatch):
 
     def uncaptured(patch):
         mode = install(patch)
-        patch.setattr(layer, "capture", no_capture)
+        patch.setattr(timing, "capture", no_capture)
         return mode
 
     monkeypatch.setattr(played_gpu, "install", uncaptured)

@@ -264,5 +264,4 @@ def run_compare(options: Options) -> list[Record]:
         raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
     found = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
     cases = sweep(models(options.case, PREFILL), options.rows_per_expert, options.routings or EVEN_AND_SKEWED)
-    todo = [(case, of) for of in found for case in cases]
-    return records_of("compare", todo, lambda each: _measure(*each, options.budget_s / len(todo)))
+    return records_of("compare", [partial(_measure, case, of) for of in found for case in cases], options.budget_s)

@@ -29,33 +29,30 @@ from ..mlp import Buffers, make_buffers, normals, swiglu, weights_of
 from ..quantised import dequantising, quantised
 from ..results import Record
 from ..targets import BF16
-from ..timing import peak_bytes
+from ..timing import Run, measure_device, peak_bytes
 
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
 DEQUANTISED = "dequantised"
 MAX_RELATIVE_ERROR = 0.01
 """Bound of a gradient's distance from the dequantised weight's, in Frobenius norms; rounding alone is 0.002."""
-
 RANK, SCALE = 16, 2.0
 ADAPTERS_ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches
 ALONE, ADAPTED, MATERIALISED = "the layer alone", "lora", "materialised"
 QUANTISED = "mxfp4_weight_only"
 
-Step = Callable[[], Any]
+Steps = dict[str, Run]
+"""Contestants by name."""
 
 
-def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Step]:
+def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> Steps:
     """Return the contestants that compute the gradient dx through one weight."""
     ready, given = quantised(name, w)
     wide, make = given.dequantize(torch.bfloat16), dequantising(given)
-    return {
-        name: lambda: glulam.grouped_mm(dy, ready, offs=offs, transpose_w=True),
-        DEQUANTISED: lambda: glulam.grouped_mm(dy, make(), offs=offs, transpose_w=True),
-        BF16: lambda: glulam.grouped_mm(dy, wide, offs=offs, transpose_w=True),
-    }
+    dx = partial(glulam.grouped_mm, offs=offs, transpose_w=True)
+    return {name: lambda: dx(dy, ready), DEQUANTISED: lambda: dx(dy, make()), BF16: lambda: dx(dy, wide)}
 
 
-def _of_step(name: str, b: Buffers) -> dict[str, Step]:
+def _of_step(name: str, b: Buffers) -> Steps:
     """Return the contestants that run grouped_mlp forward and backward for the gradient of x alone."""
     (w1, given1), (w2, given2) = (quantised(name, w) for w in (b.w1, b.w2))
     wide = [given.dequantize(torch.bfloat16) for given in (given1, given2)]
@@ -77,7 +74,7 @@ def _measure_gradients(case: Case, budget_s: float) -> Iterator[Record]:
     """Yield one record for each recipe and operation."""
     b = make_buffers(case)[0]
     dh = torch.randn(len(b.x), b.w1.shape[1], device=b.x.device).to(b.x)
-    steps: dict[str, Callable[[str], dict[str, Step]]] = {
+    steps: dict[str, Callable[[str], Steps]] = {
         "dx through w1": lambda name: _of_weight(name, b.w1, dh, b.offs),
         "dx through w2": lambda name: _of_weight(name, b.w2, b.x, b.offs),
         "forward and backward": lambda name: _of_step(name, b),
@@ -118,10 +115,8 @@ class Data:
         for leaf in self.leaves:
             leaf.grad = None
 
-    def step(self, forward: Callable[[], Tensor]) -> Step:
-        """Return a function that runs the forward and its backward, and returns the gradients of all leaves that have
-        one.
-        """
+    def step(self, forward: Run) -> Run:
+        """Return a function that runs the forward and its backward, and returns the gradients that leaves have."""
 
         def run() -> Results:
             self.forget_gradients()
@@ -148,29 +143,30 @@ def _materialised(d: Data) -> Tensor:
 
 def _apart(d: Data, w1: Tensor, w2: Tensor) -> Tensor:
     a1, b1, a2, b2 = d.lora.given().values()
-    offs = d.routing.offs
+    mm = partial(glulam.grouped_mm, offs=d.routing.offs)
 
     def adapted(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        narrow = glulam.grouped_mm(x, a, offs=offs)
-        return glulam.grouped_mm(x, w, offs=offs) + SCALE * glulam.grouped_mm(narrow, b, offs=offs)
+        narrow = mm(x, a)
+        return mm(x, w) + SCALE * mm(narrow, b)
 
     y = adapted(swiglu(adapted(glulam.permute(d.x, d.routing), w1, a1, b1)), w2, a2, b2)
     return glulam.combine(y * d.routing.weight_of_row.to(y.dtype)[:, None], d.routing)
 
 
-def _adapter_steps(d: Data) -> dict[str, dict[str, Step]]:
+def _adapter_steps(d: Data) -> dict[str, Steps]:
     """Return the contestants by recipe: the layer alone, the layer with our adapters, and the way that users go without
     them.
     """
     (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
     make1, make2 = dequantising(given1), dequantising(given2)
-    made: dict[str, dict[str, Step]] = {}
-    of_recipe: dict[Any, Any] = {BF16: (d.w1, d.w2), QUANTISED: (w1, w2)}
-    for recipe, weights in of_recipe.items():
-        ours = partial(glulam.moe, d.x, d.routing, *weights, recipe=recipe)
-        made[recipe] = {ALONE: d.step(ours), ADAPTED: d.step(partial(ours, lora=d.lora))}
-    made[BF16][MATERIALISED] = d.step(lambda: _materialised(d))
-    made[QUANTISED][DEQUANTISED] = d.step(lambda: _apart(d, make1(), make2()))
+    others: dict[Any, Any] = {
+        BF16: (d.w1, d.w2, MATERIALISED, lambda: _materialised(d)),
+        QUANTISED: (w1, w2, DEQUANTISED, lambda: _apart(d, make1(), make2())),
+    }
+    made: dict[str, Steps] = {}
+    for recipe, (*weights, name, other) in others.items():
+        ours: Any = partial(glulam.moe, d.x, d.routing, *weights, recipe=recipe)
+        made[recipe] = {ALONE: d.step(ours), ADAPTED: d.step(partial(ours, lora=d.lora)), name: d.step(other)}
     return made
 
 
@@ -184,7 +180,8 @@ def _measure_adapters(case: LayerCase, budget_s: float) -> Iterator[Record]:
         fields: Record = {"recipe": recipe, "rank": RANK, "peak_bytes": peaks}
         *_, other = steps.values()
         contestants = of_calls(steps, ADAPTED, other, MAX_RELATIVE_ERROR)
-        yield contest(case, contestants, budget_s / 2, where=recipe, enqueue_us=ADAPTERS_ENQUEUE_US, **fields)
+        measure = partial(measure_device, enqueue_us=ADAPTERS_ENQUEUE_US)
+        yield contest(case, contestants, budget_s / 2, where=recipe, measure=measure, **fields)
 
 
 run_lora = over_cases("lora", _measure_adapters)

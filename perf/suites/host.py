@@ -8,15 +8,14 @@ grouped_mlp is the floor of a call that makes two launches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import glulam
 from cute_kernels.specs import GroupedMlpSpec
-from glulam.calls.launch import Bare
 from glulam.choose import choose
 from glulam.choose.kernels import Fixed
 from glulam.choose.problem import Problem, changed
@@ -28,15 +27,13 @@ from glulam.tuner.timing import Call
 
 from ..cases import TINY
 from ..cells import HOST
-from ..contest import admitted, as_times
+from ..contest import admitted
 from ..mlp import Buffers, contestants, make_buffers
 from ..options import Options
 from ..quack import find_quack
 from ..results import Record
 from ..targets import HOST_OURS, TORCH
-from ..timing import launch_nothing, measure_host
-
-Item = Callable[[], object]
+from ..timing import Run, launch_nothing, measure_host
 
 ARCH = "sm_90a"
 BARE_NOTHING = "bare grouped_mlp, launching nothing"
@@ -44,7 +41,7 @@ BARE_MM = "bare grouped_mm (1 launch)"
 BARE_MLP = "bare grouped_mlp (2 launches)"
 
 
-def bare_items(b: Buffers) -> dict[str, Item]:
+def bare_items(b: Buffers) -> dict[str, Run]:
     """Return, as bare launches, the kernels that the dispatcher chooses for this layer."""
     sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
     problem = Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu")
@@ -55,23 +52,24 @@ def bare_items(b: Buffers) -> dict[str, Item]:
     nothing = changed(mlp, x=b.x[:0], out=b.y[:0])
     mm = call_with(GroupedMmCall, x=b.mid, w=b.w2, offs=b.offs, out=b.y)
     of_mm = changed(problem, op="grouped_mm", in_features=TINY.intermediate, intermediate=0, activation="none")
+
+    def bare(call: Any, problem: Problem, kernel: Fixed) -> Run:
+        made, function = call.bare(problem, kernel), kernel.at(1).function
+        values = made.values
+
+        def item(kept: object = made.memory) -> object:
+            return function(*values)
+
+        return item
+
     return {
-        BARE_NOTHING: _bare(nothing.bare(changed(problem, rows=0), mlp_kernel), mlp_kernel),
-        BARE_MM: _bare(mm.bare(of_mm, mm_kernel), mm_kernel),
-        BARE_MLP: _bare(mlp.bare(problem, mlp_kernel), mlp_kernel),
+        BARE_NOTHING: bare(nothing, changed(problem, rows=0), mlp_kernel),
+        BARE_MM: bare(mm, of_mm, mm_kernel),
+        BARE_MLP: bare(mlp, problem, mlp_kernel),
     }
 
 
-def _bare(bare: Bare, kernel: Fixed) -> Item:
-    function, values = kernel.at(1).function, bare.values
-
-    def item(kept: object = bare.memory) -> object:
-        return function(*values)
-
-    return item
-
-
-def _items(b: Buffers, peers: dict[str, Call]) -> dict[str, Item]:
+def _items(b: Buffers, peers: dict[str, Call]) -> dict[str, Run]:
     """Return the items to time: our calls, torch's operators and peers. Calls on `some rows` have only groups without
     rows, so the GPU has nothing to do.
     """
@@ -95,4 +93,4 @@ def run_host(options: Options) -> list[Record]:
     b = make_buffers(TINY)[0]
     ours, *peers = admitted("host", contestants("mlp", [b], find_quack(options.quack), has_dense=False)).calls.items()
     items = {"one launch (torch's empty kernel)": launch_nothing, **bare_items(b), **_items(b, dict(peers))}
-    return [{"op": HOST, "times": as_times(measure_host(items, options.budget_s / 4))}]
+    return [{"op": HOST, "times": measure_host(items, options.budget_s / 4)}]

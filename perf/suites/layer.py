@@ -25,17 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import glulam
-from glulam.tuner.timing import Call, Sampler, interleave
+from glulam.tuner.timing import Call, Sampler
 
+from .. import timing
 from ..cases import BYTES_PER_ELEMENT, FORWARD, PUBLISHED, QWEN3, TRAIN, LayerCase, layer_cases
 from ..cells import OURS
-from ..contest import Admitted, Contestant, admitted, make_record, numbered, of_calls, or_left_out, records_of
+from ..contest import Contestant, Measure, admitted, make_record, numbered, of_calls, or_left_out, records_of
 from ..layer import FLOOR, Layer, LayerData, contestants, layers, make_layer
 from ..mlp import BACKWARD_ERROR
 from ..options import Options, select_ops
 from ..results import Record
 from ..tables_layer import BY_INDEX, COPY, PARTS, REPLAYED, SORTED, STAGES
-from ..timing import capture, device_sampler, host_sampler, measure_device, no_garbage_collection, peak_bytes, per_call
+from ..timing import Run, Times, in_turns
 
 OPS = (FORWARD, TRAIN, STAGES, PARTS)
 EAGER, GRAPH = "eager", "graph"
@@ -46,49 +47,42 @@ MIN_ROUNDS = 3  # rounds of calls of up to 60 ms each
 ENQUEUE_US = 400.0  # more than the host needs for a step
 PART_CALLS = 20  # calls of a part in a graph
 api: Any = glulam
-Steps = dict[str, Callable[[], Any]]
 BACKWARD = "backward of "
 ROUTED_TOKENS = (1, 64, 256, 4096, 32768)
 ROUTED_EXPERTS, ROUTED_K = QWEN3.experts, 8
 
 
-def _route_backward(logits: Tensor, k: int, d_scale: Tensor) -> Callable[[], Tensor]:
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        weights = api.route(leaf, k, normalize=k > 1).weight_of_row
-    return lambda: torch.autograd.grad(weights, leaf, d_scale, retain_graph=True)[0]
-
-
 @torch.no_grad()
-def steps_of(d: LayerData, op: str) -> Steps:
+def steps_of(d: LayerData, op: str) -> dict[str, Run]:
     """Return the steps of FORWARD or TRAIN in their order, to be called without gradients."""
-    b, k, is_training = d.batches[0], d.case.top_k, op != FORWARD
+    b, is_training = d.batches[0], op != FORWARD
     logits = F.linear(b.x, d.router)
-    routing = api.route(logits, k, normalize=k > 1)
+    route = partial(api.route, k=d.case.top_k, normalize=d.case.top_k > 1)
+    routing = route(logits)
     offs, rows, scale = routing.offs, routing.token_of_row, routing.weight_of_row
-    preactivation = {"return_preact": True} if is_training else {}
-
-    def fc1() -> Any:
-        return api.grouped_glu(b.x, d.w1, offs=offs, rows=rows, row_scale=scale, **preactivation)
-
+    of_rows = {"offs": offs, "rows": rows, "row_scale": scale}
+    fc1 = partial(api.grouped_glu, b.x, d.w1, **of_rows, **({"return_preact": True} if is_training else {}))
     act, preact = fc1() if is_training else (fc1(), None)
     y = api.grouped_mm(act, d.w2, offs=offs)
-    steps: Steps = {
+    steps: dict[str, Run] = {
         "router GEMM": lambda: F.linear(b.x, d.router),
-        "route": lambda: api.route(logits, k, normalize=k > 1),
+        "route": lambda: route(logits),
         "FC1": fc1,
         "FC2": lambda: api.grouped_mm(act, d.w2, offs=offs),
         "combine": lambda: api.combine(y, routing),
     }
     if not is_training:
         return steps
-
-    def dglu() -> Any:
-        return api.grouped_dglu(b.d_y, d.w2, preact, offs=offs, rows=rows, row_scale=scale)
-
+    dglu = partial(api.grouped_dglu, b.d_y, d.w2, preact, **of_rows)
     d_preact, _, d_scale = dglu()
     d_rows = api.grouped_mm(d_preact, d.w1, offs=offs, transpose_w=True)
-    route_backward = _route_backward(logits, k, d_scale)
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        weights = route(leaf).weight_of_row
+
+    def route_backward() -> Tensor:
+        return torch.autograd.grad(weights, leaf, d_scale, retain_graph=True)[0]
+
     d_logits, d_x = route_backward(), api.combine(d_rows, routing)
     return {
         **steps,
@@ -113,7 +107,7 @@ class Part:
 
     name: str
     case: LayerCase
-    calls: dict[str, Callable[[], Any]]
+    calls: dict[str, Run]
     flop: int = 0
     bytes: int = 0
     wanted: Tensor | None = None
@@ -130,46 +124,38 @@ def _gemm_parts(d: LayerData) -> Iterator[Part]:
     rows, index, scaled = b.rows, b.token.int(), {"offs": b.offs, "row_scale": b.weights}
     fc1, fc2 = case.mlp.flop("fc1"), case.mlp.flop("fc2")
     act, preact = api.grouped_glu(rows, d.w1, return_preact=True, **scaled)
-
-    def part(name: str, flop: int, by_index: Callable[[], Any], on_rows: Callable[[], Any]) -> Part:
-        return Part(name, case, {BY_INDEX: by_index, SORTED: on_rows}, flop)
-
-    glu = partial(api.grouped_glu, **scaled)
-    kept = partial(glu, return_preact=True)
+    glu, kept = (partial(api.grouped_glu, w1=d.w1, **scaled, **more) for more in ({}, {"return_preact": True}))
+    dglu = partial(api.grouped_dglu, w2=d.w2, preact=preact, **scaled)
     wgrad = partial(api.grouped_wgrad, offs=b.offs)
+    calls: dict[str, tuple[int, Run, Run]] = {
+        "FC1": (fc1, lambda: glu(b.x, rows=index), lambda: glu(rows)),
+        "FC1, preactivation kept": (fc1, lambda: kept(b.x, rows=index), lambda: kept(rows)),
+        "dglu": (fc2, lambda: dglu(b.d_y, rows=index), lambda: dglu(b.d_rows)),
+        "dw1": (fc1, lambda: wgrad(preact, b.x, x_rows=index), lambda: wgrad(preact, rows)),
+        "dw2": (fc2, lambda: wgrad(b.d_y, act, dy_rows=index), lambda: wgrad(b.d_rows, act)),
+    }
+    for name, (flop, by_index, on_rows) in calls.items():
+        yield Part(name, case, {BY_INDEX: by_index, SORTED: on_rows}, flop)
 
-    def dglu(d_y: Tensor, **given: Any) -> Any:
-        return api.grouped_dglu(d_y, d.w2, preact, **scaled, **given)
 
-    yield part("FC1", fc1, lambda: glu(b.x, d.w1, rows=index), lambda: glu(rows, d.w1))
-    yield part("FC1, preactivation kept", fc1, lambda: kept(b.x, d.w1, rows=index), lambda: kept(rows, d.w1))
-    yield part("dglu", fc2, lambda: dglu(b.d_y, rows=index), lambda: dglu(b.d_rows))
-    yield part("dw1", fc1, lambda: wgrad(preact, b.x, x_rows=index), lambda: wgrad(preact, rows))
-    yield part("dw2", fc2, lambda: wgrad(b.d_y, act, dy_rows=index), lambda: wgrad(b.d_rows, act))
-
-
-def _moving_parts(d: LayerData) -> Iterator[Part]:
-    """Yield permute and combine, each against a device copy of as many bytes."""
+def layer_parts(d: LayerData) -> Iterator[Part]:
+    """Yield a layer's parts one after the other, to save memory: GEMMs, then permute and combine, each against a device
+    copy of as many bytes. They record no gradient: call this with gradients disabled.
+    """
+    yield from _gemm_parts(d)
     case, b = d.case, d.batches[0]
+    if case.decode:  # a few tokens move in the time of a launch
+        return
     routing = api.route(F.linear(b.x, d.router), case.top_k)
     elements = b.x.numel() + b.rows.numel()
     source, target = b.rows.new_empty(2, elements // 2).normal_().unbind(0)
-    calls: dict[str, tuple[Callable[[], Any], Tensor]] = {
+    calls: dict[str, tuple[Run, Tensor]] = {
         "permute": (lambda: api.permute(b.x, routing), b.rows),
         "combine": (lambda: api.combine(b.rows, routing), case.top_k * b.x),
     }
     for name, (call, wanted) in calls.items():
-        pair: dict[str, Callable[[], Any]] = {OURS: call, COPY: lambda: target.copy_(source)}
+        pair: dict[str, Run] = {OURS: call, COPY: lambda: target.copy_(source)}
         yield Part(name, case, pair, bytes=BYTES_PER_ELEMENT * elements, wanted=wanted)
-
-
-def layer_parts(d: LayerData) -> Iterator[Part]:
-    """Yield a layer's parts one after the other, to save memory. They record no gradient: call this with gradients
-    disabled.
-    """
-    yield from _gemm_parts(d)
-    if not d.case.decode:  # a few tokens move in the time of a launch
-        yield from _moving_parts(d)
 
 
 def routing_parts(device: str = "cuda") -> Iterator[Part]:
@@ -201,7 +187,7 @@ def _memory(layer: Layer, d: LayerData, op: str) -> dict[str, int]:
     before = torch.cuda.memory_allocated()
     call(b)
     kept_buffers = torch.cuda.memory_allocated() - before
-    found = {"peak": kept_buffers + peak_bytes(lambda: call(b))}
+    found = {"peak": kept_buffers + timing.peak_bytes(lambda: call(b))}
     if op == TRAIN:
         start = torch.cuda.memory_allocated()
         y = layer.forward(d, b)
@@ -222,7 +208,7 @@ def _eager_sampler(call: Call) -> Sampler:
         run()
         torch.cuda.synchronize()
     took_us = (time.perf_counter_ns() - start) * 1e-3
-    return host_sampler(run, min(max(math.ceil(SAMPLE_US / took_us), 1), MAX_CALLS), drain=True)
+    return timing.host_sampler(run, min(max(math.ceil(SAMPLE_US / took_us), 1), MAX_CALLS), drain=True)
 
 
 def _replay_sampler(call: Call, count: int, pool: Any = None) -> Sampler:
@@ -232,24 +218,7 @@ def _replay_sampler(call: Call, count: int, pool: Any = None) -> Sampler:
         for number in range(count):
             call(number)
 
-    return per_call(device_sampler(numbered(capture(run, pool))), count)
-
-
-def _time(d: LayerData, op: str, mode: str, who: Admitted, budget_s: float) -> Record:
-    """Time every contestant in one mode and return the record. A contestant that cannot be captured is left out of
-    replays.
-    """
-    left_out, samplers = dict(who.left_out), {}
-    make: Callable[[Call], Sampler] = _eager_sampler
-    if mode == GRAPH:
-        make = partial(_replay_sampler, count=len(d.batches), pool=torch.cuda.graph_pool_handle())
-    with no_garbage_collection():
-        for name, call in who.calls.items():
-            with or_left_out(f"{d.case.label}, {op}, {mode}: {name}", noting=(left_out, name)):
-                samplers[name] = make(call)
-            torch.cuda.synchronize()
-        times = interleave(samplers, budget_s, MIN_ROUNDS) if samplers else {}
-    return make_record(d.case, times, d.loads, **_work(d, op), mode=mode, errors=who.errors, left_out=left_out)
+    return timing.per_call(timing.device_sampler(numbered(timing.capture(run, pool))), count)
 
 
 def _work(d: LayerData, op: str) -> Record:
@@ -259,42 +228,56 @@ def _work(d: LayerData, op: str) -> Record:
 
 def _measure_op(d: LayerData, op: str, budget_s: float) -> Iterator[Record]:
     """Yield an eager record, which also holds the memory, and, if the tokens are at most GRAPH_TOKENS, a replayed
-    one.
+    one, without contestants that cannot be captured.
     """
-    every = layers()
-    who = admitted(f"{d.case.label}, {op}", contestants(d, op, every))
+    every, where = layers(), f"{d.case.label}, {op}"
+    who = admitted(where, contestants(d, op, every))
     torch.cuda.empty_cache()
     modes = [EAGER, GRAPH] if d.case.tokens <= GRAPH_TOKENS else [EAGER]
     held = {layer.name: memory(layer, d, op) for layer in every if layer.name in who.calls and layer.name != FLOOR}
     for mode in modes:
-        record = _time(d, op, mode, who, budget_s / len(modes))
-        yield {**record, "memory": held} if mode == EAGER else record
+        left_out, samplers = dict(who.left_out), {}
+        make: Callable[[Call], Sampler] = _eager_sampler
+        if mode == GRAPH:
+            make = partial(_replay_sampler, count=len(d.batches), pool=torch.cuda.graph_pool_handle())
+        with timing.no_garbage_collection():
+            for name, call in who.calls.items():
+                with or_left_out(f"{where}, {mode}: {name}", noting=(left_out, name)):
+                    samplers[name] = make(call)
+                torch.cuda.synchronize()
+            times = in_turns(samplers, budget_s / len(modes), MIN_ROUNDS)
+        more: Record = {"memory": held} if mode == EAGER else {}
+        fields: Record = {"mode": mode, "errors": who.errors, "left_out": left_out}
+        yield {**make_record(d.case, times, d.loads, **_work(d, op), **fields), **more}
 
 
 @torch.no_grad()
 def _measure_steps(d: LayerData, op: str, budget_s: float) -> Record:
     calls = {name: numbered(call) for name, call in steps_of(d, op).items()}
-    times = measure_device(calls, budget_s, ENQUEUE_US, MIN_ROUNDS)
+    times = timing.measure_device(calls, budget_s, ENQUEUE_US, MIN_ROUNDS)
     return make_record(d.case, times, d.loads, **{**_work(d, op), "op": STAGES}, of=op)
 
 
-def _measure_part(part: Part, budget_s: float) -> list[Record]:
-    fields: Record = {"op": PARTS, "part": part.name, "flop": part.flop, "bytes": part.bytes}
-    who = admitted(f"{part.case.label}, {part.name}", part.contestants())
-    if who.left_out:
-        return []
-    if REPLAYED in part.calls:  # since a launch by the host takes longer
-        samplers = {name: _replay_sampler(call, PART_CALLS) for name, call in who.calls.items()}
-    else:
-        samplers = {name: device_sampler(call, ENQUEUE_US) for name, call in who.calls.items()}
-    difference = max(who.errors.values(), default=0.0)
-    return [make_record(part.case, interleave(samplers, budget_s), **fields, difference=difference)]
+def _part_times(calls: dict[str, Call], budget_s: float) -> Times:
+    if REPLAYED not in calls:
+        return timing.measure_device(calls, budget_s, ENQUEUE_US)
+    # Replayed, since a launch by the host takes longer.
+    return in_turns({name: _replay_sampler(call, PART_CALLS) for name, call in calls.items()}, budget_s)
 
 
 @torch.no_grad()
 def _measure_parts(parts: Iterator[Part], budget_s: float) -> list[Record]:
-    """Return the records of all parts, each measured with a tenth of the budget: there are some ten parts."""
-    return [record for part in parts for record in _measure_part(part, budget_s / 10)]
+    """Return the records of parts whose contestants are all right, each measured with a tenth of the budget: there are
+    some ten parts.
+    """
+    found = []
+    for part in parts:
+        who = admitted(f"{part.case.label}, {part.name}", part.contestants())
+        if not who.left_out:
+            fields: Record = {"op": PARTS, "part": part.name, "flop": part.flop, "bytes": part.bytes}
+            fields["difference"] = max(who.errors.values(), default=0.0)
+            found.append(make_record(part.case, _part_times(who.calls, budget_s / 10), **fields))
+    return found
 
 
 def _measure(case: LayerCase, ops: tuple[str, ...], budget_s: float) -> Iterator[Record]:
@@ -313,8 +296,10 @@ def run_layer(options: Options) -> list[Record]:
     of "parts" of published layers, and of routing at several sizes.
     """
     ops = select_ops(OPS, options.ops)
-    cases = layer_cases(options.case, options.routings, options.published)
-    share = options.budget_s / (len(cases) + 1)
+    measures: list[Measure] = [
+        partial(_measure, case, ops) for case in layer_cases(options.case, options.routings, options.published)
+    ]
+    if PARTS in ops:
+        measures.append(lambda budget_s: _measure_parts(routing_parts(), budget_s))
     glulam.preload()  # other packages may bring another version of the DSL's run-time library: the first one serves all
-    records = records_of("layer", cases, lambda case: _measure(case, ops, share))
-    return records + (_measure_parts(routing_parts(), share) if PARTS in ops else [])
+    return records_of("layer", measures, options.budget_s)

@@ -16,7 +16,7 @@ Sinkhorn is measured on many more matrices, too: what bounds it then is instruct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from glulam.mhc.boundary_mxfp8 import in_mxfp8, quantised
 from glulam.tuner.timing import Call
 
 from ..cells import HOST, OURS
-from ..contest import as_times, listed, numbered, records_of
+from ..contest import Measure, listed, numbered, records_of
 from ..options import Options
 from ..results import Record
 from ..timing import measure_device, measure_host
@@ -228,7 +228,7 @@ def _backward_call(call: Callable[..., Any], given: list[Tensor]) -> Call:
     return lambda number: torch.autograd.grad(results, leaves, gradients, retain_graph=True)
 
 
-def _measure(case: Case, size: Size, direction: str, budget_s: float) -> Record:
+def _measure(case: Case, size: Size, direction: str, budget_s: float) -> Iterator[Record]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     given, is_backward = case.inputs(size), direction == "backward"
@@ -238,19 +238,19 @@ def _measure(case: Case, size: Size, direction: str, budget_s: float) -> Record:
     error = _error(*(_tensors(call(0)) for call in calls.values()))
     instructions = _instructions(size.n)[is_backward] if case.op == "sinkhorn" else 0
     moved: Any = case.moved(size)[is_backward]
-    return {
+    yield {
         "op": case.op,
         "direction": direction,
         "size": size._asdict(),
         "bytes": moved.bytes(size),
         "warp_instructions": instructions * size.tokens // WARP,
         "difference": error,
-        "times": as_times(measure_device(calls, budget_s, ENQUEUE_US)),
+        "times": measure_device(calls, budget_s, ENQUEUE_US),
     }
 
 
 @torch.no_grad()
-def _measure_host(budget_s: float) -> Record:
+def _measure_host(budget_s: float) -> list[Record]:
     small = Size(HOST_TOKENS, 1, TARGET.n, HOST_WIDTH)
     residual, h_res, h_post, one, bias = _mixed(small)
     out, mixed, normal = torch.empty_like(one), torch.empty_like(residual), torch.empty_like(h_res)
@@ -261,14 +261,18 @@ def _measure_host(budget_s: float) -> Record:
         "glulam.mhc.post_mix, out given": lambda: mhc.post_mix(residual, h_res, h_post, one, bias, out=mixed),
         "glulam.nn.HyperConnection around nothing, forward": lambda: layer(residual),
     }
-    return {"op": HOST, "times": as_times(measure_host(items, budget_s))}
+    return [{"op": HOST, "times": measure_host(items, budget_s)}]
 
 
 def run_mhc(options: Options) -> list[Record]:
     """Measure and return one record for each (operator, direction), then one of host times."""
     functorch_config.donated_buffer = False  # or backward could run only once
-    cases = [case for case in CASES if not options.case or options.case in case.op]
-    directions = {True: ("forward", "backward"), False: ("forward",)}
-    runs = [(c, size, way) for c in cases for size in c.sizes for way in directions[c.moved(size)[1] is not None]]
-    share = options.budget_s / (len(runs) + 1)
-    return [*records_of("mhc", runs, lambda run: [_measure(*run, share)]), _measure_host(share)]
+    measures: list[Measure] = [
+        partial(_measure, case, size, direction)
+        for case in CASES
+        if not options.case or options.case in case.op
+        for size in case.sizes
+        for direction, moved in zip(("forward", "backward"), case.moved(size), strict=True)
+        if moved
+    ]
+    return records_of("mhc", [*measures, _measure_host], options.budget_s)

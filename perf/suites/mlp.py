@@ -20,59 +20,59 @@ from glulam.formats.prepared import PREPARED
 from glulam.tuner.timing import Call
 
 from .. import quantised
-from ..cases import BYTES_PER_ELEMENT, KERNELS, LAYER, OPS, Case, cases_of
-from ..contest import admitted, contest, make_record, over_cases, records_of
+from ..cases import BYTES_PER_ELEMENT, KERNELS, LAYER, OPS, Case
+from ..contest import TimesOf, contest, over_cases
 from ..mlp import OPERATIONS, Training, contestants, make_buffers, make_training
 from ..options import Options, select_ops
 from ..quack import Quack, find_quack
 from ..results import Record
 from ..stamp import Readings, follow_gpu
-from ..timing import ENQUEUE_US, measure_device, peak_bytes
+from ..timing import ENQUEUE_US, Times, measure_device, peak_bytes
 
 BACKWARD_ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches
 TRAINING_ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and backward, some thirty launches
 CALLS_PER_SAMPLE = 20
 SETTLING = 0.4  # share of a contestant's time alone in which clock and temperature settle
-
-Time = Callable[[dict[str, Call], str], dict[str, Any]]
-
-
-def work_of(suite: str, case: Case, op: str, active_experts: int) -> Record:
-    """Return the FLOP and bytes that a suite's records hold; for other suites nothing, since tables compute them from
-    the case.
-    """
-    work = {"flop": case.flop(op), "bytes": case.bytes(op, active_experts)}
-    kept = {"backward": ("flop", "bytes"), "power": ("flop",)}.get(suite, ())
-    return {name: work[name] for name in kept}
+WORK = {"backward": ("flop", "bytes"), "power": ("flop",)}
+"""What of the work a suite's records hold; for other suites nothing, since tables compute it from the case."""
 
 
 @torch.no_grad()
-def _measure(suite: str, case: Case, ops: Sequence[str], quack: Quack | None, time_of: Time) -> Iterator[Record]:
-    """Yield one record for each operation, the forward's operations first."""
+def measure_case(
+    suite: str, ops: Sequence[str], quack: Quack | None, alone: TimesOf | None, case: Case, budget_s: float
+) -> Iterator[Record]:
+    """Yield one record for each operation, the forward's operations first.
+
+    alone: returns the times of contestants that do not take turns.
+    """
     for kernels, make in ((OPS, make_buffers), (KERNELS, lambda case: [make_training(case)])):
         wanted = [op for op in ops if op in kernels]
         sets: list[Any] = list(make(case)) if wanted else []
         for op in wanted:
-            who = admitted(f"{case.label}, {op}", contestants(op, sets, quack, has_dense=not case.decode))
-            tuning = {quack.name: quack.tunings(op, sets)} if quack and quack.name in who.calls else {}
-            sizes = sets[0].sizes
-            work = work_of(suite, case, op, sum(size > 0 for size in sizes))
-            routing = () if suite == "power" else sizes  # which is even
-            record = make_record(case, {}, routing, op=op, **work, errors=who.errors, tuning=tuning)
-            yield {**record, "times": time_of(who.calls, op)}
+            sizes: list[int] = sets[0].sizes
+            work = {"flop": case.flop(op), "bytes": case.bytes(op, sum(size > 0 for size in sizes))}
+            fields: Record = {"op": op, **{name: work[name] for name in WORK.get(suite, ())}}
+            enqueue_us = BACKWARD_ENQUEUE_US if op in KERNELS else ENQUEUE_US
+            record = contest(
+                case, contestants(op, sets, quack, has_dense=not case.decode), budget_s / len(ops),
+                () if alone else sizes,  # which are even
+                where=op, measure=alone or partial(measure_device, enqueue_us=enqueue_us), **fields,
+            )  # fmt: skip
+            if quack and quack.name in record["times"]:
+                record["tuning"] = {quack.name: quack.tunings(op, sets)}
+            yield record
 
 
-def _in_turns(calls: dict[str, Call], op: str, budget_s: float) -> dict[str, Any]:
-    enqueue_us = BACKWARD_ENQUEUE_US if op in KERNELS else ENQUEUE_US
-    return {name: vars(summary) for name, summary in measure_device(calls, budget_s, enqueue_us).items()}
+def run_in_turns(suite: str, known: Sequence[str], options: Options, alone: TimesOf | None = None) -> list[Record]:
+    """Measure the contestants in turns, or each `alone`, and return one record for each (case, operation)."""
+    of_case = partial(measure_case, suite, select_ops(known, options.ops), find_quack(options.quack), alone)
+    return over_cases(suite, of_case)(options)
 
 
-def run_in_turns(suite: str, known: Sequence[str], options: Options) -> list[Record]:
-    """Measure the contestants in turns and return one record for each (case, operation)."""
-    cases, ops = cases_of(suite, options.case), select_ops(known, options.ops)
-    time_of = partial(_in_turns, budget_s=options.budget_s / len(cases) / len(ops))
-    quack = find_quack(options.quack)
-    return records_of(suite, cases, lambda case: _measure(suite, case, ops, quack, time_of))
+run_forward, run_decode, run_rows, run_skew = (
+    partial(run_in_turns, suite, OPS) for suite in ("forward", "decode", "rows", "skew")
+)
+run_backward = partial(run_in_turns, "backward", KERNELS)
 
 
 def run_alone(call: Call, seconds: float, readings: Readings) -> dict[str, float]:
@@ -93,17 +93,13 @@ def run_alone(call: Call, seconds: float, readings: Readings) -> dict[str, float
 
 
 def run_power(options: Options) -> list[Record]:
-    """Measure each contestant alone and return one record for each case and operation: FC1 and the backward's kernels,
-    even routing.
-    """
-    cases, ops = cases_of("power", options.case), select_ops(("fc1", *KERNELS), options.ops)
-    seconds, quack = options.budget_s / len(cases) / len(ops), find_quack(options.quack)
+    """Measure each contestant alone: FC1 and the backward's kernels, even routing."""
     with follow_gpu() as readings:
 
-        def alone(calls: dict[str, Call], op: str) -> dict[str, Any]:
+        def alone(calls: dict[str, Call], seconds: float) -> Times:
             return {name: run_alone(call, seconds / len(calls), readings) for name, call in calls.items()}
 
-        return records_of("power", cases, lambda case: _measure("power", case, ops, quack, alone))
+        return run_in_turns("power", ("fc1", *KERNELS), options, alone)
 
 
 def saved_bytes(call: Callable[[Training], Any], d: Training) -> int:
@@ -124,9 +120,7 @@ def saved_bytes(call: Callable[[Training], Any], d: Training) -> int:
 
 
 def needed_bytes(case: Case) -> int:
-    """Return the bytes of x, the preactivation and the row scale: all that a backward needs and cannot recompute
-    cheaply.
-    """
+    """Return the bytes of x, the preactivation and the row scale: what a backward cannot recompute cheaply."""
     return BYTES_PER_ELEMENT * case.rows * (case.hidden + 2 * case.intermediate) + 4 * case.rows
 
 
@@ -135,14 +129,18 @@ def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
     for the next call count.
     """
     d, layers = make_training(case), OPERATIONS[LAYER]
-    memory = {
+    fields: Record = {
+        "op": LAYER,
+        "flop": case.flop(LAYER),
         "peak_bytes": {name: peak_bytes(partial(call, d), d.forget_gradients) for name, call in layers.items()},
         "saved_bytes": {name: saved_bytes(call, d) for name, call in layers.items()},
         "needed_bytes": needed_bytes(case),
     }
-    fields: Record = {"op": LAYER, "flop": case.flop(LAYER), **memory}
-    who = contestants(LAYER, [d])
-    yield contest(case, who, budget_s, d.sizes, where=LAYER, enqueue_us=TRAINING_ENQUEUE_US, **fields)
+    measure = partial(measure_device, enqueue_us=TRAINING_ENQUEUE_US)
+    yield contest(case, contestants(LAYER, [d]), budget_s, d.sizes, where=LAYER, measure=measure, **fields)
+
+
+run_train = over_cases("train", _measure_training)
 
 
 def run_fp8(options: Options) -> list[Record]:
@@ -155,10 +153,3 @@ def run_fp8(options: Options) -> list[Record]:
         PREPARED.clear()
 
     return over_cases("fp8", measure)(options)
-
-
-run_train = over_cases("train", _measure_training)
-run_forward, run_decode, run_rows, run_skew = (
-    partial(run_in_turns, suite, OPS) for suite in ("forward", "decode", "rows", "skew")
-)
-run_backward = partial(run_in_turns, "backward", KERNELS)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from itertools import product
+from functools import partial
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import glulam
 
 from ..cases import Case, cases_of
 from ..cells import OURS
-from ..contest import as_times, listed, records_of, rotating
+from ..contest import listed, records_of, rotating
 from ..mlp import copies_needed
 from ..options import Options
 from ..results import Record
@@ -44,16 +45,14 @@ class Form:
     def bytes(self) -> int:
         """Return the fewest bytes: the input once, each result's elements and scales once."""
         elements, width = self.rows * self.columns, getattr(torch, self.dtype).itemsize
-        if self.experts:
-            scales = self.rows if self.axis == "row" else self.experts * self.columns
-            return int(elements * (width + 1) + scales)
-        return int(elements * width + (2 if self.axis == "both" else 1) * (elements + elements // BLOCK))
+        if not self.experts:
+            return int(elements * width + (2 if self.axis == "both" else 1) * (elements + elements // BLOCK))
+        return int(elements * (width + 1) + (self.rows if self.axis == "row" else self.experts * self.columns))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.experts:
-            return self.experts, self.rows // self.experts, self.columns
-        return self.rows, self.columns
+        rows = (self.experts, self.rows // self.experts) if self.experts else (self.rows,)
+        return *rows, self.columns
 
     def call(self, x: Tensor, **given: Any) -> Any:
         if self.experts:
@@ -65,16 +64,13 @@ def forms_of(case: Case) -> Iterator[Form]:
     """Yield the forms of a layer: its input by every axis, block and layout in bfloat16, and every axis in the other
     dtypes; then the weights of FC1, along either axis.
     """
-    x = Form(f"{case.name} x [{case.rows}, {case.hidden}]", case.rows, case.hidden)
-    axes = ("row", "col", "both")
-    for axis, block, layout in product(axes, ("1x32", "1x128"), ("plain", "swizzled")):
-        yield dataclasses.replace(x, axis=axis, block=block, scale_layout=layout)
-    for dtype, axis in product(("float16", "float32"), axes):
-        yield dataclasses.replace(x, dtype=dtype, axis=axis)
-    n = 2 * case.intermediate
-    label = f"{case.name} w1 [{case.experts}, {n}, {case.hidden}]"
+    axes, rows, n, hidden = ("row", "col", "both"), case.rows, 2 * case.intermediate, case.hidden
+    x = partial(Form, f"{case.name} x [{rows}, {hidden}]", rows, hidden)
+    yield from starmap(partial(x, "bfloat16"), product(axes, ("1x32", "1x128"), ("plain", "swizzled")))
+    yield from starmap(x, product(("float16", "float32"), axes))
+    w1 = partial(Form, f"{case.name} w1 [{case.experts}, {n}, {hidden}]", case.experts * n, hidden)
     for dtype, axis in product(("bfloat16", "float32"), ("row", "col")):
-        yield Form(label, case.experts * n, case.hidden, dtype, axis, "a row", experts=case.experts)
+        yield w1(dtype, axis, "a row", experts=case.experts)
 
 
 def check(form: Form, x: Tensor) -> None:
@@ -88,10 +84,8 @@ def check(form: Form, x: Tensor) -> None:
             raise RuntimeError(f"{'prepare_mxfp8_weight' if form.experts else 'quantize_mxfp8'} is wrong: {form}")
 
 
-def _measure(form: Form, budget_s: float) -> Record:
-    """Time a form and a copy of as many bytes. Each call has its own buffers, which earlier calls have swept out of
-    L2.
-    """
+def _measure(form: Form, budget_s: float) -> list[Record]:
+    """Time a form and a copy of as many bytes, each call on buffers of its own, which earlier calls swept out of L2."""
     sets = []
     for _ in range(copies_needed(form.bytes)):
         x = torch.randn(form.shape, device="cuda").to(getattr(torch, form.dtype))
@@ -103,10 +97,10 @@ def _measure(form: Form, budget_s: float) -> Record:
         "copy": rotating(lambda made: made[2][0].copy_(made[2][1]), sets),
     }
     fields = {name: value for name, value in vars(form).items() if value is not None}
-    return {**fields, "op": "quantize", "bytes": form.bytes, "times": as_times(measure_device(calls, budget_s))}
+    return [{**fields, "op": "quantize", "bytes": form.bytes, "times": measure_device(calls, budget_s)}]
 
 
 def run_quantize(options: Options) -> list[Record]:
     """Measure and return one record for each form."""
     forms = [form for case in cases_of("quantize", options.case) for form in forms_of(case)]
-    return records_of("quantize", forms, lambda form: [_measure(form, options.budget_s / len(forms))])
+    return records_of("quantize", [partial(_measure, form) for form in forms], options.budget_s)

@@ -25,17 +25,17 @@ from rich.progress import Progress
 from torch import Tensor
 
 from glulam.layer.choices import moe_of_choices
-from glulam.tuner.timing import Call, interleave
+from glulam.tuner.timing import Call
 
 from ..cases import SERVING, SERVING_RECIPES, ServingCase, select
 from ..cells import OURS
-from ..contest import Contestant, Wrong, admitted, make_record, numbered, or_left_out
+from ..contest import Contestant, contest, numbered, or_left_out, within
 from ..mlp import normals, swiglu, weights_of
 from ..options import Options, select_ops
 from ..quantised import quantised
 from ..results import Record
 from ..targets import BF16
-from ..timing import capture, flushed_sampler
+from ..timing import Times, capture, flushed_sampler, in_turns
 
 COMPARED = 64  # tokens, evenly spaced, the first and the last among them
 ROWS_16_BITS, ROWS_FP8 = 0.02, 0.08
@@ -208,9 +208,7 @@ def _captured(experts: Experts, call: OfBatch, b: Batch, reference: Tensor, pool
     The result buffer holds NaN before each checked call, so that elements which nobody writes count as errors.
     """
     b.out.fill_(torch.nan)
-    found = error(call(b), reference)
-    if not found <= experts.bound:
-        raise Wrong(f"wrong, relative error {found:.2g}")
+    within(error(call(b), reference), experts.bound)
     replay = numbered(capture(partial(call, b), pool))
     b.out.fill_(torch.nan)
     return replay
@@ -226,12 +224,14 @@ def contestants(model: Model, competing: Competing, b: Batch) -> Iterator[Contes
         yield Contestant(one.name, build, partial(error, reference=reference), one.bound, one.name == OURS)
 
 
+def _cold(replays: dict[str, Call], budget_s: float) -> Times:
+    return in_turns({name: flushed_sampler(replay) for name, replay in replays.items()}, budget_s)
+
+
 def _measure(model: Model, case: ServingCase, recipe: str, competing: Competing, budget_s: float) -> Record:
     b = make_batch(case)
-    who = admitted(f"{case.label}, {recipe}", contestants(model, competing, b))
-    samplers = {name: flushed_sampler(partial(replay, 0)) for name, replay in who.calls.items()}
-    work: Record = case.work(recipe, b.here.numel(), b.here.unique().numel())
-    return make_record(case, interleave(samplers, budget_s), op=recipe, **work, errors=who.errors)
+    fields: Record = {"op": recipe, **case.work(recipe, b.here.numel(), b.here.unique().numel())}
+    return contest(case, contestants(model, competing, b), budget_s, where=recipe, measure=_cold, **fields)
 
 
 @torch.no_grad()

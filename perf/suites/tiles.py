@@ -22,13 +22,14 @@ from typing import Any
 from rich.progress import track
 
 from cute_kernels.sm90.policy import MEASURED
-from glulam.tuner.timing import device_us, interleave
+from glulam.tuner.timing import device_us
 
 from ..cases import DOUBLINGS, EVEN_AND_SKEWED, OTHER_MODELS, PREFILL, Case, select, sweep
 from ..contest import admitted
 from ..options import Options
 from ..results import RESULTS, Record, Result, read
 from ..routing import group_sizes
+from ..timing import in_turns
 from .compare import Candidate, Contest, candidates, contestants, contests, launches, make_sets, open_bundles
 
 FORMS = {"fc1": "glu", "fc2": "nt", "dgrad": "nn"}
@@ -143,7 +144,7 @@ def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> 
             call = launches(one, sets)
             call(0)
             samplers[one.name] = partial(device_us, call, calls, ENQUEUE_US)
-    times = interleave(samplers, budget_s, MIN_ROUNDS, MAX_ROUNDS)
+    times = in_turns(samplers, budget_s, MIN_ROUNDS, MAX_ROUNDS)
     columns, depth = columns_and_depth(case, contest.op)
     return {
         "model": case.name,
@@ -154,7 +155,7 @@ def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> 
         "k": depth,
         "rows_per_expert": case.rows // case.experts,
         **sets[0].work(sum(size > 0 for size in group_sizes(case))),
-        "us": {name: summary.median_us for name, summary in times.items()},
+        "us": {name: time["median_us"] for name, time in times.items()},
     }
 
 

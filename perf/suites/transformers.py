@@ -5,22 +5,21 @@ Before a block is timed, its error against float32 may not be twice that of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 
 import glulam.integrations.transformers as integration
-from glulam.tuner.timing import Sampler, interleave
+from glulam.tuner.timing import Sampler
 
 from ..cells import OURS
-from ..contest import as_times, or_left_out, relative_error
+from ..contest import Measure, or_left_out, records_of, relative_error
 from ..options import Options
 from ..results import Record
-from ..timing import capture, host_sampler, per_call
+from ..timing import Run, capture, host_sampler, in_turns, per_call
 
 BUILT_IN = ("eager", "grouped_mm", "batched_mm")
 TOKENS = (1, 16, 256, 8192)
@@ -129,7 +128,7 @@ def _measure_block(model: Model, tokens: int, budget_s: float) -> Iterator[Recor
         if name != BUILT_IN[0]:  # which asks the host what is routed where, and cannot be captured
             samplers["graph"][name] = per_call(host_sampler(capture(partial(run, name)), 2, drain=True), count)
     for mode, of_mode in samplers.items():
-        times = as_times(interleave(of_mode, budget_s / 2))
+        times = in_turns(of_mode, budget_s / 2)
         yield {"model": model.name, "tokens": tokens, "mode": mode, "errors": errors, "times": times}
 
 
@@ -150,7 +149,7 @@ def _new_model() -> Any:
         torch.set_default_dtype(default)
 
 
-def _step(model: Any, implementation: str) -> Callable[[], object]:
+def _step(model: Any, implementation: str) -> Run:
     """Return a graph's replay of one decoding step: the same step each time, though the cache counts its tokens on the
     device.
     """
@@ -171,31 +170,29 @@ def _step(model: Any, implementation: str) -> Callable[[], object]:
     return lambda kept=step: replay()  # type: ignore[misc]  # with all memory that the graph reads
 
 
-def _measure_step(budget_s: float) -> Record:
-    model = _new_model()
-    steps = {name: _step(model, name) for name in ("grouped_mm", OURS)}
-    for recipe in WEIGHT_ONLY:
-        integration.register(recipe=recipe)
-        steps[f"{OURS}, {recipe}"] = _step(_new_model(), OURS)
-        torch.cuda.empty_cache()
-    integration.register()
-    times = interleave({name: host_sampler(step, 2, drain=True) for name, step in steps.items()}, budget_s)
-    name = f"{QWEN3_235B.name}, {STEP_LAYERS} layers"
-    return {"model": name, "tokens": STEP_TOKENS, "mode": STEP, "times": as_times(times)}
+def _measure_step(budget_s: float) -> Iterator[Record]:
+    """Yield the record of a decoding step; nothing where a version's cache cannot be captured, as a warning says."""
+    with or_left_out("the decoding step"):
+        model = _new_model()
+        steps = {name: _step(model, name) for name in ("grouped_mm", OURS)}
+        for recipe in WEIGHT_ONLY:
+            integration.register(recipe=recipe)
+            steps[f"{OURS}, {recipe}"] = _step(_new_model(), OURS)
+            torch.cuda.empty_cache()
+        integration.register()
+        times = in_turns({name: host_sampler(step, 2, drain=True) for name, step in steps.items()}, budget_s)
+        name = f"{QWEN3_235B.name}, {STEP_LAYERS} layers"
+        yield {"model": name, "tokens": STEP_TOKENS, "mode": STEP, "times": times}
 
 
 @torch.no_grad()
 def run_transformers(options: Options) -> list[Record]:
     """Measure and return one record for each block, number of tokens and mode; then one for a decoding step."""
     integration.register()
-    cases = [(model, tokens) for model in (QWEN3, GPT_OSS_20B) for tokens in TOKENS]
-    records: list[Record] = []
-    share = options.budget_s / (len(cases) + 1)
-    for model, tokens in track(cases, "transformers"):
-        if options.case in (None, model.name):
-            records += _measure_block(model, tokens, share)
-            torch.cuda.empty_cache()
-    if options.case in (None, QWEN3_235B.name):
-        with or_left_out("the decoding step"):  # a version whose cache cannot be captured must not cost the blocks
-            records.append(_measure_step(share))
-    return records
+    blocks = [partial(_measure_block, model, tokens) for model in (QWEN3, GPT_OSS_20B) for tokens in TOKENS]
+    every: list[tuple[str, Measure]] = [
+        *((block.args[0].name, block) for block in blocks),
+        (QWEN3_235B.name, _measure_step),
+    ]
+    wanted = [measure for name, measure in every if options.case in (None, name)]
+    return records_of("transformers", wanted, options.budget_s)
