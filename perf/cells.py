@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ Limits = dict[str, float]
 Cell = Callable[[Record], str]
 Column = tuple[str, Cell]
 """A column's heading, and the function that makes the cell of a record."""
+Columns = list[Column]
 
 
 class Table(NamedTuple):
@@ -30,27 +31,31 @@ def table(title: str, records: Iterable[Record], columns: Sequence[Column]) -> l
     return rows_table(title, tuple(heading for heading, _ in columns), rows)
 
 
-def rows_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[Table]:
+def rows_table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[Table]:
     """Return a list of one table of ready rows; an empty list if there are no rows."""
-    return [Table(title, header, rows)] if rows else []
+    found = list(rows)
+    return [Table(title, header, found)] if found else []
+
+
+def by_op(
+    records: Iterable[Record], titles: Mapping[str, str], columns: Callable[[list[Record]], Columns]
+) -> list[Table]:
+    """Return a table for each operation that has records, with the columns that `columns` gives for them."""
+    found = {op: of_op(records, op) for op in titles}
+    return [made for op, of in found.items() for made in table(titles[op], of, columns(of))]
 
 
 def pivot(
-    title: str,
-    head: Sequence[str],
-    records: Iterable[Record],
-    keys: Callable[[Record], tuple[str, ...]],
-    column: str,
+    title: str, head: Sequence[str], records: Iterable[Record], keys: Callable[[Record], tuple[str, ...]], column: str,
     cell: Cell,
-    unit: str = " us",
-) -> list[Table]:
+) -> list[Table]:  # fmt: skip
     """Return a table with a row for each of the records' keys, and a column for each value of the field `column`."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for record in records:
         rows.setdefault(keys(record), {})[record[column]] = cell(record)
     names = dict.fromkeys(name for row in rows.values() for name in row)
     cells = [(*key, *(row.get(name, "-") for name in names)) for key, row in rows.items()]
-    return rows_table(title, (*head, *(f"{name}{unit}" for name in names)), cells)
+    return rows_table(title, (*head, *(f"{name} us" for name in names)), cells)
 
 
 def below_target(what: tuple[str, ...], found: Iterable[tuple[Any, ...]]) -> list[Table]:
@@ -61,11 +66,8 @@ def below_target(what: tuple[str, ...], found: Iterable[tuple[Any, ...]]) -> lis
         found: for each measurement its names, the ratio reached and the target; those without ratio or target are
             passed over.
     """
-    rows = [
-        (*names, f"{reached:.3f}", f"{wanted:.2f}")
-        for *names, reached, wanted in found
-        if reached is not None and wanted is not None and reached < wanted
-    ]
+    known = (one for one in found if None not in one[-2:])
+    rows = ((*names, f"{got:.3f}", f"{wanted:.2f}") for *names, got, wanted in known if got < wanted)
     return rows_table("Below the target", (*what, "ratio", "target"), rows)
 
 
@@ -84,16 +86,13 @@ def label(record: Record) -> str:
     return str(case_of(record).label)
 
 
-def field(*path: str) -> Cell:
-    """Return a cell function that shows a record's field as text; of nested dicts, the field at this path of keys."""
+def routing(record: Record) -> str:
+    return str(record["case"]["routing"])
 
-    def cell(record: Record) -> str:
-        value: Any = record
-        for key in path:
-            value = value[key]
-        return str(value)
 
-    return cell
+def fields(**names: str) -> Columns:
+    """Return a column for each heading that shows a record's field as text."""
+    return [(heading, lambda record, name=name: str(record[name])) for heading, name in names.items()]  # type: ignore[misc]
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -141,14 +140,15 @@ def bound(flop_per_us: float, bytes_per_us: float, limits: Limits) -> str:
     return f"{tflops:.0f} TF/s ({100 * of_flop:.0f} %)"
 
 
-def names_of(records: Iterable[Record], field: str = "times") -> list[str]:
-    """Return every contestant of the records' field, in order of first appearance."""
-    return list(dict.fromkeys(name for record in records for name in record.get(field, ())))
+def names_of(records: Iterable[Record], *fields: str) -> list[str]:
+    """Return every contestant of the records' fields ("times" if none is named), in order of first appearance."""
+    found = (name for record in records for field in fields or ("times",) for name in record.get(field, ()))
+    return list(dict.fromkeys(found))
 
 
-def peers_of(records: Iterable[Record]) -> list[str]:
+def peers_of(records: Iterable[Record], *fields: str) -> list[str]:
     """Return every contestant except ours."""
-    return [name for name in names_of(records) if name != OURS]
+    return [name for name in names_of(records, *fields) if name != OURS]
 
 
 def us_cell(record: Record, name: str) -> str:
@@ -175,8 +175,8 @@ def our_cell(record: Record) -> str:
 
 
 CASE: Column = ("case", label)
-ROUTING: Column = ("routing", field("case", "routing"))
-SKEW: Column = ("routing (max/mean)", lambda r: f"{r['case']['routing']} ({r['skew']['max_over_mean']:.1f})")
+ROUTING: Column = ("routing", routing)
+SKEW: Column = ("routing (max/mean)", lambda r: f"{routing(r)} ({r['skew']['max_over_mean']:.1f})")
 OUR_TIME: Column = ("glulam us", our_cell)
 
 
@@ -184,9 +184,7 @@ def our_rate(limits: Limits) -> Column:
     return "rate (of limit)", lambda record: rate(record, median(record), limits)
 
 
-def columns_of(
-    names: Iterable[str], cell: Callable[..., str] = peer_cell, unit: str = " us", **more: Any
-) -> list[Column]:
+def columns_of(names: Iterable[str], cell: Callable[..., str] = peer_cell, unit: str = " us", **more: Any) -> Columns:
     """Return a column for each contestant; `cell(record, name, **more)` makes its cells."""
     return [(f"{name}{unit}", partial(cell, name=name, **more)) for name in names]
 
@@ -194,7 +192,6 @@ def columns_of(
 def host_table(title: str, result: Result, digits: int) -> list[Table]:
     """Return a table of each item's host time: the median and the outer deciles."""
     items = (item for record in of_op(result["records"], HOST) for item in record["times"].items())
-    rows = [
-        (name, *(number(times[key], digits) for key in ("median_us", "low_us", "high_us"))) for name, times in items
-    ]
+    keys = ("median_us", "low_us", "high_us")
+    rows = ((name, *(number(times[key], digits) for key in keys)) for name, times in items)
     return rows_table(title, ("item", "median us", "10 %", "90 %"), rows)

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from . import cells
-from .cells import CASE, OURS, Column, Limits, Table, table
+from .cells import CASE, DENSE, OURS, Columns, Limits, Table, number, rows_table, table
 from .results import TRAINING, Record, Result
-from .tables_across import distributed_tables, mhc_tables
-from .tables_layer import layer_tables
+from .tables_layer import distributed_tables, layer_tables, mhc_tables
 from .tables_recipes import fp8_tables, frozen_tables, lora_tables, portable_tables, serving_tables
 from .targets import copy_target, target
 
@@ -30,18 +29,8 @@ FLOP_PER_CYCLE = 4096  # an SM's tensor cores, dense BF16 on Hopper
 
 def _operators(result: Result) -> list[Table]:
     """Return a table for each operator; a peer's cell is its time in us and, in brackets, its time over ours."""
-    tables: list[Table] = []
-    for op, title in TITLES.items():
-        records = cells.of_op(result["records"], op)
-        columns = [
-            CASE,
-            cells.SKEW,
-            cells.OUR_TIME,
-            cells.our_rate(result["limits"]),
-            *cells.columns_of(cells.peers_of(records)),
-        ]
-        tables += table(title, records, columns)
-    return tables
+    head = [CASE, cells.SKEW, cells.OUR_TIME, cells.our_rate(result["limits"])]
+    return cells.by_op(result["records"], TITLES, lambda of: [*head, *cells.columns_of(cells.peers_of(of))])
 
 
 def _missed(result: Result) -> list[Table]:
@@ -50,7 +39,7 @@ def _missed(result: Result) -> list[Table]:
     def shares() -> Iterator[tuple[Any, ...]]:
         for record in result["records"]:
             if record["op"] in TITLES:
-                what = record["case"]["name"], record["case"]["routing"], record["op"]
+                what = record["case"]["name"], cells.routing(record), record["op"]
                 yield from ((*what, name, cells.ratio(record, name), target(record, name)) for name in record["times"])
                 moved = cells.work(record)[1] / (cells.median(record) or math.inf) * 1e-6
                 yield (*what, "device copy", moved / result["limits"]["copy_tbps"], copy_target(record))
@@ -60,15 +49,12 @@ def _missed(result: Result) -> list[Table]:
 
 def _half_empty(result: Result) -> list[Table]:
     """Return a table of half of the experts empty against the same rows over all experts: the same useful FLOP."""
-    us = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in result["records"]}
+    us = {(r["case"]["name"], r["op"], cells.routing(r)): r["times"][OURS]["median_us"] for r in result["records"]}
     pairs = ((key[:2], us.get((*key[:2], "uniform")), half) for key, half in us.items() if key[2] == "half-empty")
-    rows: list[tuple[str, ...]] = [
-        (*key, cells.microseconds(even), cells.microseconds(half), cells.number(half / even))
-        for key, even, half in pairs
-        if even
-    ]
+    times = cells.microseconds
+    rows = ((*key, times(even), times(half), number(half / even)) for key, even, half in pairs if even)
     header = ("case", "operation", "all experts us", "half empty us", "half / all")
-    return cells.rows_table("Half of the experts empty, the same number of rows", header, rows)
+    return rows_table("Half of the experts empty, the same number of rows", header, rows)
 
 
 def _memory(result: Result) -> list[Table]:
@@ -77,15 +63,15 @@ def _memory(result: Result) -> list[Table]:
     """
 
     def gigabytes(record: Record, what: str, name: str) -> str:
-        return cells.number(record[what][name] * 1e-9 if name in record.get(what, ()) else None)
+        return number(record[what][name] * 1e-9 if name in record.get(what, ()) else None)
 
     records = [record for record in result["records"] if "peak_bytes" in record]
     names = cells.names_of(records, "peak_bytes")
-    columns: list[Column] = [
-        ("case", lambda record: f"{cells.label(record)}, {record['case']['routing']}"),
+    columns: Columns = [
+        ("case", lambda record: f"{cells.label(record)}, {cells.routing(record)}"),
         *cells.columns_of(names, gigabytes, " peak", what="peak_bytes"),
         *cells.columns_of(names, gigabytes, " saved", what="saved_bytes"),
-        ("x, h and s", lambda record: cells.number(record["needed_bytes"] * 1e-9)),
+        ("x, h and s", lambda record: number(record["needed_bytes"] * 1e-9)),
     ]
     return table("Memory of forward and backward, GB", records, columns)
 
@@ -93,40 +79,37 @@ def _memory(result: Result) -> list[Table]:
 def _host(result: Result) -> list[Table]:
     """Return a table of each item's host time, then one of stored differences."""
     found = (item for record in cells.of_op(result["records"], "differences") for item in record["times"].items())
-    rows: list[tuple[str, ...]] = [(name, cells.number(time["median_us"])) for name, time in found]
+    rows = ((name, number(time["median_us"])) for name, time in found)
     items = cells.host_table("Host time of a call", result, 2)
-    return [*items, *cells.rows_table("Differences of the medians", ("what", "us"), rows)]
+    return [*items, *rows_table("Differences of the medians", ("what", "us"), rows)]
 
 
 def _graph(result: Result) -> list[Table]:
     """Return a table of the wall time of an MLP layer, eager and replayed."""
     times = cells.columns_of(cells.names_of(result["records"]), cells.us_cell)
-    equal: Column = ("replays equal to eager", cells.field("replays_equal_to_eager"))
-    return table("Wall time an MLP layer", result["records"], [CASE, cells.ROUTING, *times, equal])
+    equal = cells.fields(**{"replays equal to eager": "replays_equal_to_eager"})
+    return table("Wall time an MLP layer", result["records"], [CASE, cells.ROUTING, *times, *equal])
 
 
 def _transformers(result: Result) -> list[Table]:
-    """Return a table of blocks, then one of a decoding step."""
+    """Return a table of blocks, with our error against float32 and the best of the others', then of a decoding step."""
 
     def error(record: Record) -> str:
-        """Return our error against float32, and the best of the others' in brackets."""
         errors = record.get("errors", {})
         best = min((error for name, error in errors.items() if name != OURS), default=None)
         return "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
 
     tables: list[Table] = []
-    head: list[Column] = [(name, cells.field(name)) for name in ("model", "tokens", "mode")]
+    head = [*cells.fields(model="model", tokens="tokens", mode="mode"), cells.OUR_TIME]
     for is_block, title in {True: "One MoE block", False: "A decoding step, experts dominating"}.items():
         records = [record for record in result["records"] if ("errors" in record) is is_block]
-        columns = [*head, cells.OUR_TIME, *cells.columns_of(cells.peers_of(records)), ("error (best of others)", error)]
+        columns: Columns = [*head, *cells.columns_of(cells.peers_of(records)), ("error (best of others)", error)]
         tables += table(title, records, columns)
     return tables
 
 
 def _curves(result: Result) -> list[Table]:
-    """Return a table with a row for each training run; distances are from its smoothed loss to the first
-    run's.
-    """
+    """Return a table with a row for each training run; distances are from its smoothed loss to the first run's."""
     *runs, shared = result["records"]
     size, setup = shared["setup"]["size"], shared["setup"]
     ranks = f" on {shared['ranks']} GPUs" if "ranks" in shared else ""
@@ -136,28 +119,27 @@ def _curves(result: Result) -> list[Table]:
         f"E {size['experts']}, K {size['top_k']}){ranks}; losses in nats a byte, means over {shared['window']} steps"
     )
 
-    def apart(which: str) -> Callable[[Record], str]:
+    def apart(which: str) -> cells.Cell:
         return lambda run: f"{run['distance'][which]:.1e}" if "distance" in run else "-"
 
-    columns: list[Column] = [
-        ("run", cells.field("run")),
-        ("loss at the end", lambda run: cells.number(run["loss_at_end"], 4)),
-        ("held-out loss", lambda run: cells.number(run["held_out"], 4)),
-        ("ms a step", lambda run: cells.number(run["step_ms"], 1)),
-        ("mean distance", apart("mean")),
-        ("largest distance", apart("largest")),
+    columns: Columns = [
+        *cells.fields(run="run"),
+        ("loss at the end", lambda run: number(run["loss_at_end"], 4)),
+        ("held-out loss", lambda run: number(run["held_out"], 4)),
+        ("ms a step", lambda run: number(run["step_ms"], 1)),
+        *((f"{which} distance", apart(which)) for which in ("mean", "largest")),
     ]
     return table(title, runs, columns)
 
 
 def _compare_cells(record: Record, name: str, limits: Limits) -> tuple[str, ...]:
-    us, is_dense = cells.median(record, name), name == cells.DENSE
+    us = cells.median(record, name)
     if us is None:
         return ("-", "-", "-")
-    best = min(time["median_us"] for other, time in record["times"].items() if other != cells.DENSE)
-    mark = "*" if us == best and not is_dense else ""
-    of_dense = "-" if is_dense else cells.number(cells.ratio(record, cells.DENSE, name), 3)
-    return (f"{cells.microseconds(us)}{mark}", of_dense, cells.bound(record["flop"] / us, record["bytes"] / us, limits))
+    best = min(time["median_us"] for other, time in record["times"].items() if other != DENSE)
+    mark = "*" if us == best and name != DENSE else ""
+    of_dense = "-" if name == DENSE else number(cells.ratio(record, DENSE, name), 3)
+    return (f"{cells.microseconds(us)}{mark}", of_dense, cells.rate(record, us, limits))
 
 
 def _compare(result: Result) -> list[Table]:
@@ -169,15 +151,9 @@ def _compare(result: Result) -> list[Table]:
         groups.setdefault(f"{record['op']}: {cells.label(record)}, {record['form']}", []).append(record)
     tables = []
     for title, records in groups.items():
-        header = (
-            "tile",
-            *(cell for r in records for cell in (f"{cells.SKEW[1](r)} us", "of dense", "rate (of limit)")),
-        )
-        rows = [
-            (name, *(cell for record in records for cell in _compare_cells(record, name, result["limits"])))
-            for name in cells.names_of(records)
-        ]
-        tables.append(Table(title, header, rows))
+        heads = (heading for r in records for heading in (f"{cells.SKEW[1](r)} us", "of dense", "rate (of limit)"))
+        made = {n: [_compare_cells(record, n, result["limits"]) for record in records] for n in cells.names_of(records)}
+        tables.append(Table(title, ("tile", *heads), [(name, *sum(row, ())) for name, row in made.items()]))
     return tables
 
 
@@ -188,9 +164,8 @@ def _quantize(result: Result) -> list[Table]:
         tbps = record["bytes"] / record["times"][OURS]["median_us"] * 1e-6
         return f"{tbps:.2f} TB/s ({100 * tbps / result['limits']['copy_tbps']:.0f} %)"
 
-    named = {"matrix": "label", "dtype": "dtype", "axis": "axis", "block": "block", "scales": "scale_layout"}
-    columns: list[Column] = [(heading, cells.field(name)) for heading, name in named.items()]
-    columns += [
+    columns: Columns = [
+        *cells.fields(matrix="label", dtype="dtype", axis="axis", block="block", scales="scale_layout"),
         cells.OUR_TIME,
         ("rate (of copy limit)", reached),
         ("equal copy us", lambda r: cells.peer_cell(r, "copy")),
@@ -201,27 +176,17 @@ def _quantize(result: Result) -> list[Table]:
 
 def _power(result: Result) -> list[Table]:
     """Return a table of the clock that each contestant runs at alone, and how busy it keeps the tensor cores."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for record in result["records"]:
         for name, alone in record["times"].items():
             per_us = record["flop"] / alone["median_us"]
-            peak = FLOP_PER_CYCLE * int(result["stamp"]["sms"]) * alone["mhz"]
-            numbers = (
-                cells.number(value, 0) for value in (alone["median_us"], per_us * 1e-6, alone["mhz"], alone["watts"])
-            )
-            rows.append(
-                (
-                    cells.label(record),
-                    record["op"],
-                    name,
-                    *numbers,
-                    f"{alone['capped']:.0%}",
-                    cells.number(per_us / peak),
-                )
-            )
+            numbers = (alone["median_us"], per_us * 1e-6, alone["mhz"], alone["watts"])
+            of_peak = number(per_us / (FLOP_PER_CYCLE * int(result["stamp"]["sms"]) * alone["mhz"]))
+            shown = (*(number(value, 0) for value in numbers), f"{alone['capped']:.0%}", of_peak)
+            rows.append((cells.label(record), record["op"], name, *shown))
     title = "Each contestant alone: the clock that power leaves it, and the share of the tensor cores' peak there"
     header = ("case", "op", "contestant", "us", "TF/s", "SM MHz", "W", "power-capped", "of peak")
-    return [Table(title, header, rows)]
+    return rows_table(title, header, rows)
 
 
 def _tiles(result: Result) -> list[Table]:
@@ -231,7 +196,7 @@ def _tiles(result: Result) -> list[Table]:
 
     def over_fastest(tile: str, records: list[Record]) -> str:
         logs = [math.log(r["us"][tile] / min(r["us"].values())) for r in records if tile in r["us"]]
-        return cells.number(math.exp(sum(logs) / len(logs)) if logs else None)
+        return number(math.exp(sum(logs) / len(logs)) if logs else None)
 
     tables = []
     for op in dict.fromkeys(record["op"] for record in result["records"]):
@@ -246,24 +211,20 @@ def _tiles(result: Result) -> list[Table]:
 
 def _limits(result: Result) -> list[Table]:
     """Return a table of the machine's limits; no table if they were not measured."""
-    limits = result["limits"]
-    rows: list[tuple[str, ...]] = [
-        ("cuBLAS BF16 8192 x 8192 x 8192", f"{limits['cublas_8192_tflops']:.0f} TF/s"),
-        ("device copy, read plus written", f"{limits['copy_tbps']:.2f} TB/s"),
-        ("host time of one launch", f"{limits['launch_us']:.2f} us"),
-    ] if limits else []  # fmt: skip
-    return cells.rows_table("The machine's limits, same run", ("limit", "measured"), rows)
+    texts = {
+        "cublas_8192_tflops": ("cuBLAS BF16 8192 x 8192 x 8192", "{:.0f} TF/s"),
+        "copy_tbps": ("device copy, read plus written", "{:.2f} TB/s"),
+        "launch_us": ("host time of one launch", "{:.2f} us"),
+    }
+    rows = ((what, text.format(result["limits"][key])) for key, (what, text) in texts.items() if result["limits"])
+    return rows_table("The machine's limits, same run", ("limit", "measured"), rows)
 
 
+_train_host = partial(cells.host_table, "Host time of forward and backward, tiny layer", digits=1)
 TABLES: dict[str, tuple[Callable[[Result], list[Table]], ...]] = {
     **dict.fromkeys(("forward", "decode", "rows", "skew"), (_operators, _missed)),
     "backward": (_operators, _half_empty, _missed),
-    "train": (
-        _operators,
-        _memory,
-        partial(cells.host_table, "Host time of forward and backward, tiny layer", digits=1),
-        _missed,
-    ),
+    "train": (_operators, _memory, _train_host, _missed),
     **dict.fromkeys(TRAINING, (_curves,)),
     "host": (_host,),
     "graph": (_graph,),

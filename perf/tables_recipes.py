@@ -7,29 +7,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from . import cells
-from .cells import CASE, Column, Table, table
+from . import cells, targets
+from .cells import CASE, Columns, Table, columns_of, number, ratio, table
 from .results import Record, Result
-from .targets import (
-    BF16,
-    FP4_COPY,
-    FP8_RECIPES,
-    MMA_ALONE,
-    NATIVE,
-    PORTABLE,
-    PORTABLE_MXFP8,
-    TORCH,
-    TORCH_FP8,
-    WEIGHT_BITS,
-    fp8_targets,
-    portable_targets,
-)
+from .targets import BF16, FP8_RECIPES, MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8, TORCH, TORCH_FP8
 
 
 def of_copy(record: Record, name: str, copy_tbps: float, recipe: str = "") -> float | None:
     """Return the bytes a second that an MLP moves over a device copy's; weights count in the recipe's format."""
     us = cells.median(record, name)
-    moved = cells.case_of(record).bytes("mlp", record["active_experts"], WEIGHT_BITS[recipe or name])
+    moved = cells.case_of(record).bytes("mlp", record["active_experts"], targets.WEIGHT_BITS[recipe or name])
     return moved / us * 1e-6 / copy_tbps if us else None
 
 
@@ -44,32 +31,31 @@ def fp8_tables(result: Result) -> list[Table]:
 
     def tflops(record: Record) -> str:
         us = cells.median(record, first)
-        return cells.number(cells.case_of(record).flop("mlp") / us * 1e-6 if us else None, 0)
-
-    def copy_cell(record: Record, name: str) -> str:
-        return cells.number(of_copy(record, name, copy_tbps))
+        return number(cells.case_of(record).flop("mlp") / us * 1e-6 if us else None, 0)
 
     def shares() -> Iterator[tuple[Any, ...]]:
         for record in records:
             name = record["case"]["name"]
-            yield from (
-                (name, ours, peer, cells.ratio(record, peer, ours), aim) for ours, peer, aim in fp8_targets(name)
-            )
+            for (ours, peer), aim in targets.fp8_targets(name).items():
+                yield name, ours, peer, ratio(record, peer, ours), aim
         for record in decoding:
-            reached = ((recipe, of_copy(record, recipe, copy_tbps), aim) for recipe, aim in FP4_COPY.items())
-            yield from ((record["case"]["name"], recipe, "device copy", *pair) for recipe, *pair in reached)
+            for recipe, aim in targets.FP4_COPY.items():
+                yield record["case"]["name"], recipe, "device copy", of_copy(record, recipe, copy_tbps), aim
 
     title = (
         f"The whole MLP in MXFP8 (`grouped_mlp`), quantising x included; in brackets {BF16}'s time, then {TORCH_FP8}'s "
         "(`torch._scaled_grouped_mm`, row-wise scales, unfused), over the recipe's"
     )
-    columns = [CASE, *cells.columns_of(recipes, cells.ratios_cell, peers=(BF16, TORCH_FP8)), (f"{first} TF/s", tflops)]
-    copied = "Decoding, of a device copy's bytes a second: weights as they are stored, rows and results"
-    return [
-        *table(title, records, [*columns, *cells.columns_of((BF16, TORCH_FP8), cells.us_cell)]),
-        *table(copied, decoding, [CASE, *cells.columns_of((*recipes, BF16), copy_cell, "")]),
-        *cells.below_target(("case", "recipe", "against"), shares()),
+    columns: Columns = [
+        CASE,
+        *columns_of(recipes, cells.ratios_cell, peers=(BF16, TORCH_FP8)),
+        (f"{first} TF/s", tflops),
+        *columns_of((BF16, TORCH_FP8), cells.us_cell),
     ]
+    copies = columns_of((*recipes, BF16), lambda record, name: number(of_copy(record, name, copy_tbps)), "")
+    copied = "Decoding, of a device copy's bytes a second: weights as they are stored, rows and results"
+    below = cells.below_target(("case", "recipe", "against"), shares())
+    return [*table(title, records, columns), *table(copied, decoding, [CASE, *copies]), *below]
 
 
 def frozen_tables(result: Result) -> list[Table]:
@@ -88,16 +74,16 @@ def lora_tables(result: Result) -> list[Table]:
 
     def other(record: Record) -> str:
         *_, name = record["times"]
-        return f"{name} {cells.number(cells.ratio(record, name, 'lora'), 2, 'x')}"
+        return f"{name} {number(ratio(record, name, 'lora'), 2, 'x')}"
 
-    columns: list[Column] = [
+    columns: Columns = [
         CASE,
-        ("weights", cells.field("recipe")),
+        *cells.fields(weights="recipe"),
         ("alone us", lambda r: cells.us_cell(r, "the layer alone")),
         ("lora us", lambda r: cells.us_cell(r, "lora")),
-        ("of alone", lambda r: cells.number(cells.ratio(r, "lora", "the layer alone"))),
+        ("of alone", lambda r: number(ratio(r, "lora", "the layer alone"))),
         ("without lora=", other),
-        ("peaks MiB", lambda r: " / ".join(cells.number(r["peak_bytes"][name] / 2**20, 0) for name in r["times"])),
+        ("peaks MiB", lambda r: " / ".join(number(r["peak_bytes"][name] / 2**20, 0) for name in r["times"])),
     ]
     title = f"Forward and backward with adapters of rank {result['records'][0]['rank']} on frozen experts"
     return table(title, result["records"], columns)
@@ -110,7 +96,7 @@ def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
     us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
     if not cells.case_of(record).decode:
         return {MMA_ALONE: cells.case_of(record).flop("mlp") / us / (record["mma_flop"] / alone)}
-    of_itself = cells.ratio(record, PORTABLE, PORTABLE_MXFP8) or 0.0
+    of_itself = ratio(record, PORTABLE, PORTABLE_MXFP8) or 0.0
     return {"device copy": of_copy(record, PORTABLE, copy_tbps, BF16), PORTABLE_MXFP8: of_itself}
 
 
@@ -122,17 +108,18 @@ def portable_tables(result: Result) -> list[Table]:
         "torch over theirs, their share of what mma.sync reaches alone and of a device copy's rate, and their time in "
         "16 bits over that with weights in MXFP8"
     )
-    columns: list[Column] = [
+    columns: Columns = [
         CASE,
-        ("us", lambda r: cells.number(cells.median(r, PORTABLE), 1)),
-        *cells.columns_of((NATIVE, TORCH), lambda r, name: cells.number(cells.ratio(r, name, PORTABLE)), ""),
-        (f"of {MMA_ALONE}", lambda r: cells.number(find(r).get(MMA_ALONE))),
-        ("of a copy", lambda r: cells.number(find(r).get("device copy"))),
-        ("weights in MXFP8", lambda r: cells.number(find(r).get(PORTABLE_MXFP8))),
+        ("us", lambda r: number(cells.median(r, PORTABLE), 1)),
+        *columns_of((NATIVE, TORCH), lambda r, name: number(ratio(r, name, PORTABLE)), ""),
+        (f"of {MMA_ALONE}", lambda r: number(find(r).get(MMA_ALONE))),
+        ("of a copy", lambda r: number(find(r).get("device copy"))),
+        ("weights in MXFP8", lambda r: number(find(r).get(PORTABLE_MXFP8))),
     ]
+    names = ((record, record["case"]["name"]) for record in result["records"])
     shares = (
-        (record["case"]["name"], what, value, portable_targets(record["case"]["name"]).get(what))
-        for record in result["records"]
+        (name, what, value, targets.portable_targets(name).get(what))
+        for record, name in names
         for what, value in find(record).items()
     )
     return [*table(title, result["records"], columns), *cells.below_target(("case", "of"), shares)]
@@ -140,21 +127,16 @@ def portable_tables(result: Result) -> list[Table]:
 
 def serving_tables(result: Result) -> list[Table]:
     """Return a table for each recipe, then one of each peer's times over ours."""
-    tables: list[Table] = []
-    summary: list[tuple[str, ...]] = []
-    for recipe in dict.fromkeys(record["op"] for record in result["records"]):
+    recipes = dict.fromkeys(record["op"] for record in result["records"])
+    titles = {name: f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{name}`" for name in recipes}
+    head: Columns = [("experts", cells.label), cells.OUR_TIME, cells.our_rate(result["limits"])]
+    tables = cells.by_op(result["records"], titles, lambda of: [*head, *columns_of(cells.peers_of(of))])
+    rows: list[tuple[str, ...]] = []
+    for recipe in recipes:
         records = cells.of_op(result["records"], recipe)
-        peers = cells.peers_of(records)
-        columns = [
-            ("experts", cells.label),
-            ("glulam us", cells.our_cell),
-            cells.our_rate(result["limits"]),
-            *cells.columns_of(peers),
-        ]
-        tables += table(f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{recipe}`", records, columns)
-        for name in peers:
-            ratios = [found for record in records if (found := cells.ratio(record, name)) is not None]
+        for name in cells.peers_of(records):
+            ratios = [found for record in records if (found := ratio(record, name)) is not None]
             ahead = f"{sum(one >= 1.0 for one in ratios)} of {len(ratios)}"
-            summary.append((recipe, name, cells.number(min(ratios)), cells.number(statistics.median(ratios)), ahead))
+            rows.append((recipe, name, number(min(ratios)), number(statistics.median(ratios)), ahead))
     header = ("recipe", "peer", "least", "median", "not slower")
-    return [*tables, *cells.rows_table("Peers' times over ours", header, summary)]
+    return [*tables, *cells.rows_table("Peers' times over ours", header, rows)]

@@ -83,10 +83,9 @@ def target(record: dict[str, Any], contestant: str) -> float | None:
     return targets_of(record).get(contestant.partition(" ")[0])
 
 
-def fp8_targets(model: str) -> list[tuple[str, str, float]]:
-    """Return the (recipe, peer, target) triples of a model."""
-    wanted = FP8_DECODE if model.endswith("decode") else FP8.get(model, {})
-    return [(recipe, peer, ratio) for (recipe, peer), ratio in wanted.items()]
+def fp8_targets(model: str) -> dict[tuple[str, str], float]:
+    """Return the targets of a model, by recipe and peer."""
+    return FP8_DECODE if model.endswith("decode") else FP8.get(model, {})
 
 
 def portable_targets(model: str) -> Targets:

@@ -176,7 +176,7 @@ def test_l2_is_read_over_before_each_sample(monkeypatch):
     evicting = SimpleNamespace(sum=lambda: events.append("read"))
     played_gpu.install(monkeypatch)
     monkeypatch.setattr(torch, "zeros", lambda size, device: sizes.append(4 * size) or evicting)
-    sample = timing.flushed_sampler(lambda: events.append("replay"))
+    sample = timing.flushed_sampler(lambda number: events.append("replay"))
     events.clear()
     assert sample() == 1000.0 and events == ["read", "replay"]
     assert sizes == [4 * played_gpu.PROPERTIES.L2_cache_size]

@@ -29,7 +29,7 @@ from ..cases import LayerCase
 from ..mlp import normals, weights_of
 from ..options import Options
 from ..results import Record
-from ..tables_across import ALL_TO_ALL, ALONE, SYMMETRIC
+from ..tables_layer import ALL_TO_ALL, ALONE, SYMMETRIC
 
 BF16 = torch.bfloat16
 SAMPLES, WARM_UP = 12, 3
