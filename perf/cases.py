@@ -18,6 +18,15 @@ DECODE_ROWS = 64  # with fewer rows an expert than the smallest tile has, a step
 DECODE_TOKENS = 64  # at most so many are one step of decoding
 
 
+WORK = {
+    "fc1": (2, 2, 1, 1), "fc2": (1, 1, 1, 1), "mlp": (3, 3, 2, 2),
+    "dglu": (1, 1, 1, 5), "dgrad": (2, 2, 1, 2), "dw1": (2, 2, 1, 2), "dw2": (1, 1, 1, 1), LAYER: (9, 9, 0, 0),
+}  # fmt: skip
+"""The work of one call: GEMMs of FC2's size; weights [H, I] of an expert, tensors [T, H] and [T, I] read or written. A
+backward does each GEMM of the forward twice. The bytes of a layer's training are not counted.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One MoE layer's expert MLP: `rows` token copies through SwiGLU experts.
@@ -42,13 +51,8 @@ class Case:
         return self.rows < DECODE_ROWS * self.experts
 
     def flop(self, op: str) -> int:
-        """Return the useful floating-point operations of one call: two for a multiply-add, activations not counted.
-
-        A backward does each GEMM of the forward twice; dglu holds one GEMM of FC2's size.
-        """
-        fc2 = 2 * self.rows * self.hidden * self.intermediate
-        gemms = {"fc1": 2, "fc2": 1, "mlp": 3, LAYER: 9, "dglu": 1, "dgrad": 2, "dw1": 2, "dw2": 1}
-        return gemms[op] * fc2
+        """Return the useful floating-point operations of one call: two for a multiply-add, activations not counted."""
+        return WORK[op][0] * 2 * self.rows * self.hidden * self.intermediate
 
     def bytes(self, op: str, active_experts: int, weight_bits: float = 8 * BYTES_PER_ELEMENT) -> int:
         """Return the fewest bytes that one call must move: each active expert's weights, each input and each output
@@ -57,16 +61,9 @@ class Case:
         The activation between FC1 and FC2 of an mlp is written once and read once. Weight gradients are written for
         every expert. `weight_bits`: bits of a weight's element, with its part of a block scale.
         """
-        matrix, x, mid = self.hidden * self.intermediate, self.rows * self.hidden, self.rows * self.intermediate
-        weights, rows = {
-            "fc1": (2 * active_experts * matrix, x + mid),
-            "fc2": (active_experts * matrix, mid + x),
-            "mlp": (3 * active_experts * matrix, 2 * mid + 2 * x),
-            "dglu": (active_experts * matrix, x + 5 * mid),
-            "dgrad": (2 * active_experts * matrix, 2 * mid + x),
-            "dw1": (2 * self.experts * matrix, 2 * mid + x),
-            "dw2": (self.experts * matrix, x + mid),
-        }[op]
+        (_, matrices, xs, mids), experts = WORK[op], self.experts if op in ("dw1", "dw2") else active_experts
+        weights = matrices * experts * self.hidden * self.intermediate
+        rows = self.rows * (xs * self.hidden + mids * self.intermediate)
         return BYTES_PER_ELEMENT * rows + round(weights * weight_bits / 8)
 
 
@@ -105,15 +102,11 @@ class LayerCase:
         return self.tokens <= DECODE_TOKENS
 
     def flop(self, op: str) -> int:
-        """Return the useful floating-point operations of N tokens with K choices, hidden H and intermediate I: 6 N K H
-        I in a forward, three times as many in forward and backward. The router's GEMM does not count.
-        """
+        """Return the useful FLOP: 6 N K H I in a forward, three times as many in TRAIN, none for the router's GEMM."""
         return self.mlp.flop(LAYER if op == TRAIN else "mlp")
 
     def bytes(self, active_experts: int) -> int:
-        """Return the fewest bytes of a forward: active experts' weights, x and y once; FC1's and FC2's results, which
-        pass between kernels, twice.
-        """
+        """Return the fewest bytes of a forward: weights, x and y once, what passes between kernels twice."""
         weights = 3 * active_experts * self.hidden * self.intermediate
         tokens, rows = self.tokens * self.hidden, self.rows * (self.hidden + self.intermediate)
         return BYTES_PER_ELEMENT * (weights + 2 * tokens + 2 * rows)
@@ -121,9 +114,7 @@ class LayerCase:
 
 @dataclasses.dataclass(frozen=True)
 class ServingCase(LayerCase):
-    """The experts of a layer that are on one GPU. world_experts: experts that a router chooses among; 0: all are on
-    this GPU.
-    """
+    """The experts of a layer that are on one GPU, of `world_experts` that a router chooses among; 0: all are here."""
 
     world_experts: int = 0
 
@@ -142,15 +133,11 @@ class ServingCase(LayerCase):
         return f"{self.name} (N {self.tokens}, {sizes})"
 
     def expected_rows(self, tokens: int) -> int:
-        """Return how many (token, choice) rows of `tokens` tokens go to experts on this GPU, if a router chooses
-        evenly.
-        """
+        """Return how many rows of `tokens` tokens go to experts on this GPU, if a router chooses evenly."""
         return -(-tokens * self.top_k * self.experts // self.world)
 
     def work(self, recipe: str, rows: int, active_experts: int) -> dict[str, int]:
-        """Return as a record's fields the useful FLOP of `rows` rows whose experts are on this GPU, and the fewest
-        bytes.
-        """
+        """Return a record's fields: the useful FLOP of `rows` rows with experts on this GPU, and the fewest bytes."""
         mlp = dataclasses.replace(self.mlp, rows=rows)
         return {"flop": mlp.flop("mlp"), "bytes": mlp.bytes("mlp", active_experts, WEIGHT_BITS[recipe])}
 
@@ -165,9 +152,7 @@ def with_routings(cases: Iterable[AnyCase], routings: Sequence[str]) -> list[Any
 
 def select(cases: Sequence[AnyCase], wanted: str | None) -> list[AnyCase]:
     """Return the cases named `wanted`; if no case has that name, those whose label or routing contains it; all for
-    None.
-
-    Upper and lower case do not matter. Raises ValueError, with the names there are, if no case matches.
+    None. Upper and lower case do not matter. Raises ValueError, with the names there are, if no case matches.
     """
     if wanted is None:
         return list(cases)
@@ -185,19 +170,20 @@ QWEN3 = Case("Qwen3-30B-A3B", 128, 2048, 768, 32768)
 DEEPSEEK = Case("DeepSeek-V3 EP8", 32, 7168, 2048, 16384)
 GPT_OSS = Case("gpt-oss-120b", 128, 2880, 2880, 16384)
 PREFILL = (MIXTRAL, QWEN3, DEEPSEEK, GPT_OSS)
-DECODE = (
-    dataclasses.replace(QWEN3, name="Qwen3 decode", rows=512),
-    dataclasses.replace(DEEPSEEK, name="DeepSeek decode", rows=256),
-    dataclasses.replace(MIXTRAL, name="Mixtral decode", rows=64),
-)
-GPT_OSS_DECODE = dataclasses.replace(GPT_OSS, name="gpt-oss decode", rows=512)
+DECODE_OF_ALL = tuple(
+    dataclasses.replace(model, name=f"{name} decode", rows=rows)
+    for model, name, rows in (
+        (QWEN3, "Qwen3", 512), (DEEPSEEK, "DeepSeek", 256), (MIXTRAL, "Mixtral", 64), (GPT_OSS, "gpt-oss", 512)
+    )
+)  # fmt: skip
+DECODE = DECODE_OF_ALL[:3]
 # One token: a row for each of the experts that it is routed to, of those that a GPU has.
-TOKEN = (
-    dataclasses.replace(QWEN3, name="Qwen3 token", rows=8, routing="token:8"),
-    dataclasses.replace(GPT_OSS, name="gpt-oss token", rows=4, routing="token:4"),
-    dataclasses.replace(DEEPSEEK, name="DeepSeek EP8 token", rows=1, routing="token:1"),
-    dataclasses.replace(MIXTRAL, name="Mixtral token", rows=2, routing="token:2"),
-)
+TOKEN = tuple(
+    dataclasses.replace(model, name=f"{name} token", rows=rows, routing=f"token:{rows}")
+    for model, name, rows in (
+        (QWEN3, "Qwen3", 8), (GPT_OSS, "gpt-oss", 4), (DEEPSEEK, "DeepSeek EP8", 1), (MIXTRAL, "Mixtral", 2)
+    )
+)  # fmt: skip
 # Other models that tuning tables cover: the models above at other sizes, and at other shares of experts a GPU.
 GPT_OSS_20B = Case("gpt-oss-20b", 32, 2880, 2880, 16384)
 OTHER_MODELS = (
@@ -214,7 +200,6 @@ SONIC = Case("SonicMoE 32768 x top-8", 128, 4096, 1024, 262144)
 TINY = Case("tiny", 8, 512, 256, 64)
 DOUBLINGS = tuple(1 << doubling for doubling in range(13))  # rows an expert
 ZIPFS = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
-FP8 = (*DECODE, GPT_OSS_DECODE)
 
 # Experts of a token on one GPU. A GPU that has a part of the experts ("EP") gets a token for one of them.
 TOP_K = {MIXTRAL.name: 2, "Mixtral-8x22B": 2, GPT_OSS.name: 4, GPT_OSS_20B.name: 4, QWEN3.name: 8,
@@ -233,15 +218,13 @@ CASES: dict[str, Sequence[Any]] = {
     "backward": with_routings(PREFILL, ("uniform", "dirichlet", "half-empty")),
     "train": (*with_routings((QWEN3, DEEPSEEK), EVEN_AND_SKEWED), SONIC),
     "power": PREFILL,
-    "quantize": (MIXTRAL, QWEN3, DEEPSEEK, GPT_OSS, DECODE[0]),
-    "fp8": (*with_routings(PREFILL, EVEN_AND_SKEWED), *FP8),
-    "frozen": (*PREFILL, *FP8),
+    "quantize": (*PREFILL, DECODE[0]),
+    "fp8": (*with_routings(PREFILL, EVEN_AND_SKEWED), *DECODE_OF_ALL),
+    "frozen": (*PREFILL, *DECODE_OF_ALL),
     "portable": (MIXTRAL, DEEPSEEK, QWEN3, *DECODE),
     "lora": [layer_of(case, 4096) for case in (GPT_OSS_20B, QWEN3)],
 }
-"""Cases by suite, except the sweeps of rows and skew (see `cases_of`), the layer suite's (`layer_cases`) and those of
-serving.
-"""
+"""Cases by suite, except the sweeps of rows and skew (`cases_of`), and those of layer (`layer_cases`) and serving."""
 
 
 def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:
@@ -249,9 +232,7 @@ def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:
     return select([*PREFILL, *DECODE, SONIC, TINY, *OTHER_MODELS], wanted) if wanted else list(default)
 
 
-def sweep(
-    of: Iterable[Case], rows_per_expert: Sequence[int] = (), routings: Sequence[str] = ("uniform",)
-) -> list[Case]:
+def sweep(of: Iterable[Case], rows_per_expert: Sequence[int], routings: Sequence[str] = ("uniform",)) -> list[Case]:
     """Return the models with each number of rows per expert (none given: the models' own), under each routing."""
     sized = ([dataclasses.replace(m, rows=m.experts * rows) for rows in rows_per_expert] or [m] for m in of)
     return with_routings((case for cases in sized for case in cases), routings)
@@ -262,7 +243,7 @@ def cases_of(suite: str, wanted: str | None) -> list[Any]:
     if suite == "rows":
         return sweep(models(wanted, (QWEN3,)), DOUBLINGS)
     if suite == "skew":
-        return sweep(models(wanted, (QWEN3, DEEPSEEK)), routings=ZIPFS)
+        return with_routings(models(wanted, (QWEN3, DEEPSEEK)), ZIPFS)
     return select(CASES[suite], wanted)
 
 
@@ -279,10 +260,7 @@ LAYER_ROUTINGS = ("uniform", "zipf", "dirichlet")
 
 
 def layer_cases(wanted: str | None, routings: Sequence[str] = (), published: bool = False) -> list[LayerCase]:
-    """Return every layer under every routing, one layer's routings next to each other, that matches `wanted`.
-
-    published: take only layers whose times others have published.
-    """
+    """Return every layer, or only the published ones, under every routing, that matches `wanted`."""
     chosen = PUBLISHED if published else (*PUBLISHED, *MODELS)
     return select(with_routings(chosen, routings or LAYER_ROUTINGS), wanted)
 

@@ -31,7 +31,7 @@ import glulam
 from .cases import TRAIN, LayerCase
 from .cells import OURS
 from .contest import Contestant, Results, or_left_out, relative_error, rotating
-from .mlp import CONCAT, INTERLEAVED, LINEAR_FIRST, TOKENS, normals, swiglu, weights_of
+from .mlp import CONCAT, INTERLEAVED, LINEAR_FIRST, TOKENS, Random, normals, swiglu, weights_of
 from .routing import logit_offsets
 
 GAP = 2.0**-5  # least distance of a token's K-th logit to the next: two steps of bfloat16 between 2 and 4
@@ -47,10 +47,8 @@ WEIGHTS = slice(3, 5)  # places of the weights' gradients in a training's result
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Tokens x [N,H] and the gradient of their results d_y [N,H]; and the same as rows sorted by expert, for the MLP
-    alone.
-
-    The sorted rows: rows and d_rows [T,H], offs int32 [E], weights float32 [T], token int64 [T], each row's token. x,
-    rows and weights are autograd leaves.
+    alone: rows and d_rows [T,H], offs int32 [E], weights float32 [T], token int64 [T], each row's token. x, rows and
+    weights are autograd leaves.
     """
 
     x: Tensor
@@ -64,9 +62,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class LayerData:
-    """A layer, whose router [E,H], w1 [E,2I,H] and w2 [E,H,I] are autograd leaves, and its batches: in decoding
-    several, which take turns.
-    """
+    """A layer, whose router [E,H], w1 [E,2I,H], w2 [E,H,I] are autograd leaves, and batches: several in decoding."""
 
     case: LayerCase
     router: Tensor
@@ -78,15 +74,12 @@ class LayerData:
     def loads(self) -> list[int]:
         """Return the number of rows of each expert in the first batch."""
         offs = self.batches[0].offs
-        loads: list[int] = offs.diff(prepend=offs.new_zeros(1)).tolist()
-        return loads
+        return offs.diff(prepend=offs.new_zeros(1)).tolist()
 
 
 def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the chosen experts and their weights, both [N,K]: softmax over all logits in at least float32, the k best,
-    divided by their sum.
-
-    With k = 1 the weight stays the probability: divided by itself, it would be 1 and train no router.
+    """Return the weights of the chosen experts, and these, both [N,K]: softmax over all logits in at least float32, the
+    k best, divided by their sum. With k = 1 the weight stays the probability: else it would be 1 and train no router.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     weights, ids = wide.softmax(-1).topk(k)
@@ -100,10 +93,8 @@ def sort_choices(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(sorted_ids, bounds, right=True, out_int32=True)
 
 
-def _draw_tokens(case: LayerCase, router: Tensor, random: Callable[..., Tensor]) -> Tensor:
-    """Return x [N,H] whose choices do not depend on rounding. The first feature is 1, so that the router's first column
-    is an offset of the logits.
-    """
+def _draw_tokens(case: LayerCase, router: Tensor, random: Random) -> Tensor:
+    """Return x [N,H] whose choices do not depend on rounding. Feature 0 is 1: router column 0 offsets the logits."""
     x = random(case.tokens, case.hidden)
     x[:, 0] = 1
     if case.experts == case.top_k:
@@ -117,7 +108,7 @@ def _draw_tokens(case: LayerCase, router: Tensor, random: Callable[..., Tensor])
     raise RuntimeError(f"{case.label}: after {REDRAWS} draws some tokens' best logits are closer than {GAP}")
 
 
-def _batch(case: LayerCase, router: Tensor, random: Callable[..., Tensor]) -> Batch:
+def _batch(case: LayerCase, router: Tensor, random: Random) -> Batch:
     x, d_y = _draw_tokens(case, router, random), random(case.tokens, case.hidden)
     weights, ids = choose(F.linear(x, router), case.top_k)
     order, offs = sort_choices(ids, case.experts)
@@ -139,9 +130,7 @@ def make_layer(case: LayerCase, device: str = "cuda") -> LayerData:
 @torch.enable_grad()
 def expected(d: LayerData, op: str, glu_layout: str = CONCAT) -> Results:
     """Return the reference's results in float64, computed one expert after the other: y, and for TRAIN the gradients of
-    x, router, w1 and w2.
-
-    The gradients of w1 and w2 are rounded to the weights' dtype, to save memory.
+    x, router, w1 and w2, the last two rounded to the weights' dtype, to save memory.
     """
     b, k, trains = d.batches[0], d.case.top_k, op == TRAIN
     logits = F.linear(b.x, d.router).detach().double().requires_grad_()
@@ -192,9 +181,9 @@ class Layer:
     on_rows: bool = False
     kept_whole: bool = False
 
+    @torch.no_grad()
     def infer(self, d: LayerData, b: Batch) -> Results:
-        with torch.no_grad():
-            return (self.forward(d, b),)
+        return (self.forward(d, b),)
 
     def train(self, d: LayerData, b: Batch) -> Results:
         """Return the result, and the gradients of the leaves."""
@@ -207,9 +196,7 @@ class Layer:
         return partial(self.train if op == TRAIN else self.infer, d)
 
     def error(self, got: Results, d: LayerData, wanted: Callable[[str], Results]) -> float:
-        """Return the largest relative error of results on the first batch. For a contestant on sorted rows, the sums of
-        each token's rows and the weights' gradients are compared.
-        """
+        """Return the largest relative error on the first batch; of sorted rows, each token's sum is compared."""
         b, right = d.batches[0], wanted(self.glu_layout)
         if self.on_rows:
             sums = torch.zeros_like(b.x, dtype=torch.float32).index_add(0, b.token, got[0].float())
@@ -258,9 +245,7 @@ def _sorted_by_torch(d: LayerData, b: Batch) -> Tensor:
 
 
 def _torch(d: LayerData, b: Batch) -> Tensor:
-    """Compute the layer with torch alone: grouped GEMM, silu and a product, weights on the result, rows put back in
-    order and added.
-    """
+    """Compute the layer with torch alone: weights on the MLP's result, rows put back in order and added."""
     rows, scale, offs, order = _sorted(d, b)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -286,8 +271,7 @@ def _sonic() -> Layer:
             b.x, d.router, w1, None, w2, None, d.case.top_k, stream, activation_type="swiglu",
             is_inference_mode_enabled=infers, is_softmax_over_topk=d.case.top_k > 1,
         )  # fmt: skip
-        result: Tensor = y
-        return result
+        return y
 
     return Layer(SONIC, forward, INTERLEAVED)
 
@@ -299,26 +283,20 @@ def _flashinfer() -> Layer:
     def forward(d: LayerData, b: Batch) -> Tensor:
         k = d.case.top_k
         weights, ids = choose(F.linear(b.x, d.router), k)
-        y: Tensor = fused(b.x, ids.int(), weights, d.w1, d.w2, num_experts=d.case.experts, top_k=k)
-        return y
+        return fused(b.x, ids.int(), weights, d.w1, d.w2, num_experts=d.case.experts, top_k=k)
 
     return Layer(FLASHINFER, forward, LINEAR_FIRST, trains=False)
 
 
-PACKAGES: dict[str, Callable[[], Layer]] = {"sonicmoe": _sonic, "flashinfer": _flashinfer}
-
-
 def layers() -> list[Layer]:
-    """Return the contestants, ours first, then peers that are installed; warn of an installed peer that cannot be
-    imported.
-    """
+    """Return the contestants, ours first, then installed peers; warn of one that cannot be imported."""
     found = [
         Layer(OURS, _ours, kept_whole=True),
         Layer(FLOOR, _mlp_alone, on_rows=True, kept_whole=True),
         Layer(SORTED, _sorted_by_torch, kept_whole=True),
         Layer(TORCH, _torch),
     ]
-    for package, make in PACKAGES.items():
+    for package, make in (("sonicmoe", _sonic), ("flashinfer", _flashinfer)):
         if importlib.util.find_spec(package) is not None:
             with or_left_out(package):
                 found.append(make())

@@ -34,6 +34,9 @@ CONCAT, INTERLEAVED, LINEAR_FIRST = "concat", "interleaved", "interleaved32, lin
 FORWARD_ERROR = 0.02  # two BF16 roundings differ by about 0.004; a wrong group or layout by about 1
 BACKWARD_ERROR = 0.03  # a backward rounds to 16 bits three times in a row
 
+Random = Callable[..., Tensor]
+"""Function `random(*shape, scale=1.0)` that draws a normal random tensor of that scale."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
@@ -52,8 +55,7 @@ class Buffers:
 
     @property
     def sizes(self) -> list[int]:
-        sizes: list[int] = self.starts.diff().tolist()
-        return sizes
+        return self.starts.diff().tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,33 +90,28 @@ def offsets(sizes: list[int], device: str) -> tuple[Tensor, Tensor]:
     return starts[1:].clone(), starts
 
 
-def normals(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Tensor]:
-    """Return a function `random(*shape, scale=1.0)` that draws a normal random tensor of that scale."""
-
+def normals(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Random:
     def random(*shape: int, scale: float = 1.0) -> Tensor:
-        made = torch.empty(shape, dtype=dtype, device=generator.device)
-        return made.normal_(0.0, scale, generator=generator)
+        return torch.empty(shape, dtype=dtype, device=generator.device).normal_(0.0, scale, generator=generator)
 
     return random
 
 
-def weights_of(case: Any, random: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """w1 [E,2I,H] and w2 [E,H,I] that keep results of scale 1."""
+def weights_of(case: Any, random: Random) -> tuple[Tensor, Tensor]:
+    """Return w1 [E,2I,H] and w2 [E,H,I] that keep results of scale 1."""
     experts, hidden, inner = case.experts, case.hidden, case.intermediate
     w1 = random(experts, 2 * inner, hidden, scale=hidden**-0.5)
     return w1, random(experts, hidden, inner, scale=inner**-0.5)
 
 
-def _buffers(case: Case, random: Callable[..., Tensor], device: str) -> Buffers:
+def _buffers(case: Case, random: Random, device: str) -> Buffers:
     x, mid = random(case.rows, case.hidden), random(case.rows, case.intermediate)
     results = torch.empty_like(mid), torch.empty_like(x)
     return Buffers(x, *weights_of(case, random), mid, *offsets(group_sizes(case), device), *results)
 
 
 def copies_needed(size_bytes: int) -> int:
-    """Return how many sets of tensors must take turns so that a call reads ROTATION_BYTES before it reads a byte
-    again.
-    """
+    """Return how many sets of tensors must take turns: a call reads ROTATION_BYTES before it reads a byte again."""
     return min(max(math.ceil(ROTATION_BYTES / size_bytes), 1), MAX_COPIES)
 
 
@@ -137,29 +134,23 @@ def make_buffers(case: Case, device: str = "cuda") -> list[Buffers]:
 def make_training(case: Case, device: str = "cuda") -> Training:
     """Return the case's tensors in training. One set is enough: a call moves far more than L2 holds."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    random = normals(generator)
+    random, wide = normals(generator), (case.rows, 2 * case.intermediate)
     b, row_scale = _buffers(case, random, device), torch.empty(case.rows, device=device)
-    made = Training(
-        **vars(b), row_scale=row_scale.uniform_(0.1, 1.0, generator=generator), dy=random(*b.x.shape),
-        preact=random(case.rows, 2 * case.intermediate), dpreact=random(case.rows, 2 * case.intermediate),
-    )  # fmt: skip
+    row_scale.uniform_(0.1, 1.0, generator=generator)
+    made = Training(**vars(b), row_scale=row_scale, dy=random(*b.x.shape), preact=random(*wide), dpreact=random(*wide))
     for leaf in made.leaves:
         leaf.requires_grad_()
     return made
 
 
-def halves(h: Tensor, glu_layout: str = CONCAT) -> Sequence[Tensor]:
-    """Return the activated and the linear half of a preactivation."""
-    if glu_layout == INTERLEAVED:
-        return h[:, 0::2], h[:, 1::2]
-    if glu_layout == LINEAR_FIRST:
-        linear, activated = h.view(len(h), -1, 2, 32).unbind(2)
-        return activated.flatten(1), linear.flatten(1)
-    return h.chunk(2, dim=1)
-
-
 def swiglu(h: Tensor, glu_layout: str = CONCAT) -> Tensor:
-    activated, linear = halves(h, glu_layout)
+    """Return silu of a preactivation's activated half, times its linear half."""
+    if glu_layout == INTERLEAVED:
+        activated, linear = h[:, 0::2], h[:, 1::2]
+    elif glu_layout == LINEAR_FIRST:
+        linear, activated = (half.flatten(1) for half in h.view(len(h), -1, 2, 32).unbind(2))
+    else:
+        activated, linear = h.chunk(2, dim=1)
     return F.silu(activated) * linear
 
 
@@ -176,18 +167,12 @@ def torch_mlp(b: Any, glu_layout: str = CONCAT) -> Tensor:
 
 
 def our_mlp(b: Any) -> Tensor:
-    y: Tensor = glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
-    return y
-
-
-def _dense_mlp(b: Any) -> Tensor:
-    torch.mm(b.x, b.w1[0].mT)
-    return torch.mm(b.mid, b.w2[0].mT)
+    return glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
 
 
 def _scaled_swiglu(preact: Tensor, row_scale: Tensor, glu_layout: str = CONCAT) -> Tensor:
-    """Return SwiGLU times the row scale, in 16 bits throughout, torch's fastest: a float32 scale would make the
-    activation float32.
+    """Return SwiGLU times the row scale, in 16 bits throughout, torch's fastest: with a float32 scale, the activation
+    would be float32.
     """
     return swiglu(preact, glu_layout) * row_scale.to(preact.dtype)[:, None]
 
@@ -202,24 +187,24 @@ def _torch_dglu(d: Training, glu_layout: str = CONCAT) -> Results:
     return dpreact, act.detach(), d_scale
 
 
-def _torch_wgrad(d: Training, op: str) -> Tensor:
-    dy, x = d.factors(op)
-    return F.grouped_mm(dy.mT, x, offs=d.offs)
-
-
 def _wgrad_of_each_expert(d: Training, op: str) -> Tensor:
     """Return a weight gradient [E, ., .], by one torch.mm for each expert; zeros for an expert without rows."""
     dy, x = (factor.split(d.sizes) for factor in d.factors(op))
     return torch.stack([torch.mm(a.mT, b) for a, b in zip(dy, x, strict=True)])
 
 
-def _our_wgrad(d: Training, op: str) -> Tensor:
-    return glulam.grouped_wgrad(*d.factors(op), offs=d.offs)
+def _wgrad(op: str) -> dict[str, Compute]:
+    """Return the functions that compute the weight gradient "dw1" or "dw2"."""
 
+    def by_torch(d: Training) -> Tensor:
+        dy, x = d.factors(op)
+        return F.grouped_mm(dy.mT, x, offs=d.offs)
 
-def _dense_wgrad(d: Training, op: str) -> Tensor:
-    dy, x = d.factors(op)
-    return torch.mm(dy.mT, x)
+    def dense(d: Training) -> Tensor:
+        dy, x = d.factors(op)
+        return torch.mm(dy.mT, x)
+
+    return {OURS: lambda d: glulam.grouped_wgrad(*d.factors(op), offs=d.offs), DENSE: dense, TORCH: by_torch}
 
 
 def _trained(d: Training, forward: Callable[[Training], Tensor]) -> Results:
@@ -251,7 +236,11 @@ OPERATIONS: dict[str, dict[str, Compute]] = {
         DENSE: lambda b: torch.mm(b.mid, b.w2[0].mT),
         TORCH: lambda b: _mm(b.mid, b.w2, b.offs),
     },
-    "mlp": {OURS: our_mlp, DENSE: _dense_mlp, TORCH: torch_mlp},
+    "mlp": {
+        OURS: our_mlp,
+        DENSE: lambda b: (torch.mm(b.x, b.w1[0].mT), torch.mm(b.mid, b.w2[0].mT)),
+        TORCH: torch_mlp,
+    },
     "dglu": {
         OURS: lambda d: glulam.grouped_dglu(d.dy, d.w2, d.preact, offs=d.offs, row_scale=d.row_scale),
         DENSE: lambda d: torch.mm(d.dy, d.w2[0]),
@@ -262,10 +251,8 @@ OPERATIONS: dict[str, dict[str, Compute]] = {
         DENSE: lambda d: torch.mm(d.dpreact, d.w1[0]),
         TORCH: lambda d: F.grouped_mm(d.dpreact, d.w1, offs=d.offs),
     },
-    **{
-        op: {OURS: partial(_our_wgrad, op=op), DENSE: partial(_dense_wgrad, op=op), TORCH: partial(_torch_wgrad, op=op)}
-        for op in ("dw1", "dw2")
-    },
+    "dw1": _wgrad("dw1"),
+    "dw2": _wgrad("dw2"),
     LAYER: {OURS: our_layer, TORCH: torch_layer},
 }
 """Functions of `Buffers`, or of `Training`, by operation and contestant."""
@@ -281,13 +268,11 @@ def expected(b: Any, op: str, glu_layout: str = CONCAT) -> Results:
 
 
 def _with_zeros(b: Any, op: str, results: Results) -> Results:
-    """Zero, in place, the weight gradients of experts without rows, which peers may leave unwritten; return the
-    results.
-    """
-    places = {LAYER: slice(2, 4), "dw1": slice(0, 1), "dw2": slice(0, 1)}.get(op, slice(0))
-    empty = [expert for expert, size in enumerate(b.sizes) if not size] if results[places] else []
-    for weight_gradient in results[places] if empty else ():
-        weight_gradient[empty] = 0
+    """Zero, in place, the weight gradients of experts without rows, which peers may leave unwritten."""
+    gradients = results[{LAYER: slice(2, 4), "dw1": slice(1), "dw2": slice(1)}.get(op, slice(0))]
+    empty = [expert for expert, size in enumerate(b.sizes) if not size] if gradients else []
+    for gradient in gradients if empty else ():
+        gradient[empty] = 0
     return results
 
 

@@ -38,9 +38,7 @@ Run = Callable[[Config, int], object]  # a configuration, and the number of the 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The record of one choice of a configuration: the winner, and how many configurations were timed, and failed or
-    were not ready.
-    """
+    """One choice: the winner, and how many configurations were timed, and how many failed or were not ready."""
 
     config: str
     timed: int
@@ -49,9 +47,7 @@ class Tuning:
 
 
 def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float]) -> list[int]:
-    """Return the indices of the configurations that run; all compile side by side in QuACK's worker processes. Raises
-    RuntimeError if none runs.
-    """
+    """Return the indices of the configurations that run; all compile side by side in QuACK's worker processes."""
     failure: Exception | str = f"nothing compiled within {COMPILE_S:.0f} s"
     deadline = clock() + COMPILE_S
     waiting, ready = collections.deque(range(len(configs))), []
@@ -74,9 +70,7 @@ def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], 
 def fastest(
     run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Config, Tuning]:
-    """Return the configuration with the least median time, and the record of the choice. Raises RuntimeError if none
-    runs.
-    """
+    """Return the fastest configuration, and the record of the choice. Raises RuntimeError if none runs."""
     started = clock()
     ready = _ready(run, configs, cache, clock)
     calls = {str(number): partial(run, configs[number]) for number in ready}
@@ -102,9 +96,7 @@ class Quack:
 
     @staticmethod
     def _spaces() -> dict[str, list[Config]]:
-        """Return QuACK's own candidate configurations of each kernel. They are kept, since QuACK identifies a
-        configuration by object identity.
-        """
+        """Return QuACK's own configurations of each kernel; kept, since QuACK knows a configuration by identity."""
         known: Any = importlib.import_module("quack.gemm_config")
         major = torch.cuda.get_device_capability()[0]
         gated = [c for c in known.get_all_configs(epilogue="gated") if c.device_capacity == major]
@@ -113,9 +105,7 @@ class Quack:
         return {"fc1": gated, "fc2": rows, "dglu": gated, "dgrad": rows, "dw1": plain, "dw2": plain}
 
     def _choice(self, kernel: str, sets: Sequence[Any]) -> tuple[Config, Tuning | None]:
-        """Return the configuration of a kernel on these tensors, and the record of its choice; None and None in a mode
-        without tuning.
-        """
+        """Return a kernel's configuration on these tensors, and the record of its choice; None and None untuned."""
         if self.mode not in TUNED_MODES:
             return None, None
         b = sets[0]
@@ -144,9 +134,7 @@ class Quack:
         return lambda b: self._rows(self._run("fc1", b, first), b.w2.mT, b, b.y, second)
 
     def _run(self, kernel: str, b: Any, config: Config) -> Any:
-        """Call a kernel and return its result. QuACK's gated layout is interleaved; weights are views [E, contracted,
-        free] of any strides.
-        """
+        """Call a kernel; return its result. QuACK's gated layout is interleaved; weights are [E, contracted, free]."""
         if kernel == "fc1":
             self.api.gemm_gated(
                 b.x, b.w1.mT, activation="swiglu", postact_out=b.act, store_preact=False, cu_seqlens_m=b.starts,
@@ -176,9 +164,7 @@ class Quack:
 
 
 def find_quack(mode: str) -> Quack | None:
-    """Return QuACK in one of `options.QUACK_MODES`; None if the mode is "off", or if QuACK is not installed, fails or
-    is wrong on a tiny case.
-    """
+    """Return QuACK in a mode of `options.QUACK_MODES`; None for "off", or if it is absent, or wrong on a tiny case."""
     if mode != "off" and quack_version() is not None:
         with or_left_out("QuACK"):
             (b, *_) = sets = make_buffers(TINY)

@@ -29,7 +29,7 @@ from glulam.tuner.timing import Call
 
 from ..cases import EVEN_AND_SKEWED, PREFILL, Case, models, sweep
 from ..cells import DENSE
-from ..contest import Contestant, contest, records_of, relative_error, rotating
+from ..contest import Contestant, Results, contest, listed, records_of, relative_error, rotating
 from ..mlp import copies_needed, normals, offsets
 from ..options import Options, select_ops
 from ..results import Record
@@ -40,9 +40,7 @@ MAX_RELATIVE_ERROR = 0.02  # one rounding of a result to 16 bits is about 0.002;
 
 
 class Kind(NamedTuple):
-    """The constants of an operation: its kernels' spec class and fields of that spec, its operator, and the names of
-    the widths of the operator's problem.
-    """
+    """An operation: its kernels' spec class and fields of that spec, its operator, and the widths of its problem."""
 
     spec: type[Any]
     fields: dict[str, Any]
@@ -109,40 +107,34 @@ class Operation:
         for result in self.results:
             result.fill_(torch.nan)
 
-    def run(self, function: Callable[..., Any]) -> tuple[Tensor, ...]:
+    def run(self, function: Callable[..., Any]) -> Results:
         function(*self.values)
         return self.results
 
-    def expected(self) -> tuple[Tensor, ...]:
+    def expected(self) -> Results:
         """Return the reference's results, in the order of `results`."""
-        made = self.call.reference(self.problem)
-        return tuple(one for one in (made if isinstance(made, tuple) else (made,)) if one is not None)
+        return tuple(one for one in listed(self.call.reference(self.problem)) if one is not None)
 
     def dense(self) -> object:
         """Compute one matrix of the same FLOP with cuBLAS: no groups, no activation."""
         call, transpose_w = self.call, self.problem.transpose_w
 
-        def right(weights: Tensor, transpose_w: bool) -> Tensor:
-            return weights[0] if transpose_w else weights[0].mT
+        def mm(x: Tensor, weights: Tensor, transpose_w: bool = transpose_w) -> Tensor:
+            return torch.mm(x, weights[0] if transpose_w else weights[0].mT)
 
         if self.problem.op == "grouped_wgrad":
             return torch.mm(call.dy.mT, call.x)
         if self.problem.op == "grouped_dglu":
-            return torch.mm(call.dy, right(call.w2, not transpose_w))
+            return mm(call.dy, call.w2, not transpose_w)
         if self.problem.op == "grouped_mlp":
-            torch.mm(call.x, right(call.w1, transpose_w))
-            return torch.mm(self.moved[-1], right(call.w2, transpose_w))
-        return torch.mm(call.x, right(self.weight[0], transpose_w))
+            return mm(call.x, call.w1), mm(self.moved[-1], call.w2)
+        return mm(call.x, self.weight[0])
 
     def work(self, active: int) -> dict[str, int]:
-        """Return the useful FLOP, two for a multiply-add, and the fewest bytes: the weights of `active` experts once,
-        each other tensor once.
-        """
-        weights = sum(active * weight[0].numel() * weight.element_size() for weight in self.weight)
-        return {
-            "flop": sum(2 * self.rows * weight[0].numel() for weight in self.weight),
-            "bytes": weights + sum(tensor.nbytes for tensor in self.moved),
-        }
+        """Return the useful FLOP, and the fewest bytes: `active` experts' weights and all other tensors once."""
+        weights = sum(active * weight[0].nbytes for weight in self.weight)
+        flop = sum(2 * self.rows * weight[0].numel() for weight in self.weight)
+        return {"flop": flop, "bytes": weights + sum(tensor.nbytes for tensor in self.moved)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +147,8 @@ class Candidate:
 
 
 def open_bundles(folders: tuple[str, ...]) -> dict[str, loader.Bundle]:
-    """Return the bundles by their folders; the usual bundle if no folder is named. Raises BundleError if one is missing
-    or unreadable.
-
-    A bundle may be built from any sources: comparing builds is what this is for.
+    """Return the bundles by their folders; the usual bundle if no folder is named. They may be built from any sources:
+    comparing builds is what this is for. Raises BundleError if one is missing or unreadable.
     """
     roots = [loader.bundle_root(folder) for folder in folders or (None,)]
     return {str(root): loader.Bundle(root / ARCH, manifest.read(root / ARCH)) for root in roots}
@@ -177,9 +167,8 @@ def form_name(spec: Spec) -> str:
 
 
 def candidates(bundles: dict[str, Any], patterns: Sequence[str]) -> list[Candidate]:
-    """Return the functions whose names match one of the patterns, in the order of patterns, then of bundles.
-
-    Raises ValueError, naming the pattern, if a pattern adds no function of any bundle.
+    """Return the functions whose names match one of the patterns, in the order of patterns, then of bundles. Raises
+    ValueError, naming the pattern, if a pattern adds no function of any bundle.
     """
     found: dict[tuple[str, str], Candidate] = {}
     for pattern in patterns:
@@ -194,13 +183,6 @@ def candidates(bundles: dict[str, Any], patterns: Sequence[str]) -> list[Candida
     return list(found.values())
 
 
-def by_form(chosen: list[Candidate]) -> dict[Spec, list[Candidate]]:
-    groups: dict[Spec, list[Candidate]] = {}
-    for candidate in chosen:
-        groups.setdefault(family_of(candidate.spec), []).append(candidate)
-    return groups
-
-
 class Contest(NamedTuple):
     """The kernels of one form that compute one operation of a layer."""
 
@@ -210,13 +192,14 @@ class Contest(NamedTuple):
 
 
 def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[Contest]:
-    """Return a contest for each operation that a form of 16-bit operands computes.
-
-    Raises ValueError if no kernel computes any of `ops`.
+    """Return a contest for each operation that a form of 16-bit operands computes. Raises ValueError if no kernel
+    computes any of `ops`.
     """
-    wanted = select_ops(tuple(OPERATIONS), ops)
-    groups = [(spec, group) for spec, group in by_form(chosen).items() if specs.operands_of(spec) == "16bit"]
-    found = [Contest(op, spec, group) for op in wanted for spec, group in groups if OPERATIONS[op].serves(spec)]
+    wanted, forms = select_ops(tuple(OPERATIONS), ops), dict[Spec, list[Candidate]]()
+    for one in chosen:
+        if specs.operands_of(one.spec) == "16bit":
+            forms.setdefault(family_of(one.spec), []).append(one)
+    found = [Contest(op, form, of) for op in wanted for form, of in forms.items() if OPERATIONS[op].serves(form)]
     if not found:
         raise ValueError(f"none of the chosen functions computes any of: {', '.join(wanted)}")
     return found
@@ -235,9 +218,7 @@ def launches(candidate: Candidate, sets: list[Operation]) -> Call:
 
 
 def contestants(sets: list[Operation], competing: list[Candidate]) -> Iterator[Contestant]:
-    """Yield each kernel as a contestant; one that fails or is wrong is left out. Elements that it does not write are
-    NaN.
-    """
+    """Yield each kernel as a contestant. Elements that it does not write are NaN."""
     wanted = sets[0].expected()
 
     def build(one: Candidate) -> Call:

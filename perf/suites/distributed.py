@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from ..mlp import normals, weights_of
 from ..options import Options
 from ..results import Record
 from ..tables_layer import ALL_TO_ALL, ALONE, SYMMETRIC
+from ..timing import Run
 
 BF16 = torch.bfloat16
 SAMPLES, WARM_UP = 12, 3
@@ -37,7 +38,7 @@ REPEATS, IN_GRAPH = 4, 8  # calls of a sample, and of a graph
 PUT_BYTES = 2**28
 DECODE, PREFILL = 64, 4096
 LAYERS = (LayerCase("Qwen3-30B-A3B", 0, 2048, 768, 128, 8), LayerCase("DeepSeek-V3", 0, 7168, 2048, 256, 8))
-Calls = dict[str, Callable[[], object]]
+Calls = dict[str, Run]
 
 
 def _slowest(value: float) -> float:
@@ -67,7 +68,7 @@ def timed(calls: Calls, repeats: int) -> dict[str, float]:
     return {name: _slowest(statistics.median(found)) for name, found in samples.items()}
 
 
-def in_graph(call: Callable[[], object]) -> Callable[[], object]:
+def in_graph(call: Run) -> Run:
     """Return the replay of one graph of IN_GRAPH calls."""
     call()
     _together()
@@ -101,9 +102,7 @@ class Data(NamedTuple):
 
 
 def data_of(layer: LayerCase, num_local: int, experts: int) -> Data:
-    """Return a rank's random tensors. experts: number that tokens choose among; num_local: number whose weights are
-    here.
-    """
+    """Return a rank's random tensors: tokens choose among `experts`, and the weights of `num_local` are here."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     random = normals(generator)
     logits = torch.randn(layer.tokens, experts, device="cuda", generator=generator)
@@ -123,7 +122,7 @@ def _crossing(ep: ExpertParallel, layer: LayerCase, ids: Tensor) -> float:
 
 
 def _ends_of(ep: ExpertParallel, data: Data, has_graph: bool) -> dict[str, float]:
-    """Return the times of dispatch and of combine, by CUDA events, and of both together."""
+    """Return the times of dispatch and of combine, by CUDA events, and of both together, if asked also in a graph."""
     routing, marks = data.routing, []
     x_here, here, handle = ep.dispatch(data.x, routing.ids, routing.weights)
     y_here = torch.zeros(here.ids.numel(), data.x.shape[1], device="cuda", dtype=BF16)
@@ -147,40 +146,40 @@ def _ends_of(ep: ExpertParallel, data: Data, has_graph: bool) -> dict[str, float
         part: _slowest(statistics.median([at[place].elapsed_time(at[place + 1]) * 1e3 for at in last]))
         for place, part in enumerate(("dispatch", "combine"))
     }
-    if has_graph:
-        return {**parts, **whole, "graph": timed({"graph": in_graph(step)}, 1)["graph"] / IN_GRAPH}
-    return {**parts, **whole}
+    graph = {"graph": timed({"graph": in_graph(step)}, 1)["graph"] / IN_GRAPH} if has_graph else {}
+    return {**parts, **whole, **graph}
 
 
 def _ends(layer: LayerCase, eps: dict[str, ExpertParallel], rate: float) -> Record:
-    """Return the record of dispatch, with its routing, and combine without experts in between; both also in a graph if
-    that is possible.
-    """
+    """Return the record of dispatch, with its routing, and combine without experts in between."""
     data = data_of(layer, 1, layer.experts)
     crossing = _slowest(_crossing(eps[SYMMETRIC], layer, data.routing.ids))
     times = {name: _ends_of(ep, data, name == SYMMETRIC) for name, ep in eps.items()}
-    shared = {"kind": "ends", "layer": layer.name, "tokens": layer.tokens}
-    return {**shared, "bytes": crossing, "put_gbps": rate, "times": times}
+    return {"kind": "ends", **_of(layer), "bytes": crossing, "put_gbps": rate, "times": times}
+
+
+def _of(layer: LayerCase) -> Record:
+    return {"layer": layer.name, "tokens": layer.tokens}
 
 
 def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any], has_graph: bool) -> Calls:
-    """Return the calls by name: the forward; for many tokens also the forward by recipe "mxfp8" with folded weights,
-    and forward with backward.
+    """Return the calls by name: the forward, for few tokens also in a graph; for many tokens, which have `folded`
+    weights, also by recipe "mxfp8", and with its backward.
     """
-    leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
+    x, w1, w2 = leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
 
     def train() -> None:
         for leaf in leaves:
             leaf.grad = None
         with torch.enable_grad():
-            y = glulam.moe(leaves[0], data.routing, leaves[1], leaves[2], parallel=ep)
+            y = glulam.moe(x, data.routing, w1, w2, parallel=ep)
             y.backward(data.x)
 
     forward = partial(glulam.moe, data.x, data.routing, data.w1, data.w2, parallel=ep)
-    if folded:
-        in_mxfp8 = partial(glulam.moe, data.x, data.routing, *folded, recipe="mxfp8", parallel=ep)
-        return {"forward": forward, "forward, mxfp8": in_mxfp8, "forward + backward": train}
-    return {"forward": forward, **({"forward, graph": in_graph(forward)} if has_graph else {})}
+    if not folded:
+        return {"forward": forward, **({"forward, graph": in_graph(forward)} if has_graph else {})}
+    in_mxfp8 = partial(glulam.moe, data.x, data.routing, *folded, recipe="mxfp8", parallel=ep)
+    return {"forward": forward, "forward, mxfp8": in_mxfp8, "forward + backward": train}
 
 
 def _layers(layer: LayerCase, eps: dict[str, ExpertParallel]) -> Iterator[Record]:
@@ -196,7 +195,7 @@ def _layers(layer: LayerCase, eps: dict[str, ExpertParallel]) -> Iterator[Record
     for mode, of_mode in modes.items():
         repeats, count = (1, IN_GRAPH) if mode.endswith("graph") else (REPEATS, 1)
         times = {name: {"us": value / count} for name, value in timed(of_mode, repeats).items()}
-        yield {"kind": "layer", "layer": layer.name, "tokens": layer.tokens, "mode": mode, "times": times}
+        yield {"kind": "layer", **_of(layer), "mode": mode, "times": times}
 
 
 @torch.no_grad()
@@ -227,9 +226,7 @@ def _rank(rank: int, world: int, folder: str, case: str | None) -> None:
 
 
 def run_distributed(options: Options) -> list[Record]:
-    """Run the suite on all GPUs of the host and return its records. Raises RuntimeError if there are fewer than two
-    GPUs.
-    """
+    """Run the suite on all GPUs of the host. Raises RuntimeError if there are fewer than two."""
     world = torch.cuda.device_count()
     if world < 2:
         raise RuntimeError("experts across GPUs need two of them or more")

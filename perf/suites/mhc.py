@@ -87,9 +87,7 @@ class Moved(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An operator: our call, torch's, its inputs, and what forward and backward move; None for an operator without
-    backward.
-    """
+    """An operator: our call, torch's, its inputs, and what forward and backward move; None: it has no backward."""
 
     op: str
     ours: Callable[..., Any]
@@ -111,13 +109,8 @@ def _weight(z: Size) -> Tensor:
     return _randn(z.rows, z.n * z.c) / (z.n * z.c) ** 0.5
 
 
-def _projected(z: Size) -> list[Tensor]:
-    return [_streams(z), _weight(z), *(torch.ones(1, device="cuda") for _ in range(3)), _randn(z.rows)]
-
-
-def _projected_16_bit(z: Size) -> list[Tensor]:
-    x, weight, *rest = _projected(z)
-    return [x, weight.bfloat16(), *rest]
+def _projected(z: Size, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [_streams(z), _weight(z).to(dtype), *(torch.ones(1, device="cuda") for _ in range(3)), _randn(z.rows)]
 
 
 def _mixed(z: Size) -> list[Tensor]:
@@ -157,9 +150,7 @@ def _boundary(
     y: Tensor, streams: Tensor, pre: Tensor, post: Tensor, comb: Tensor, weight: Tensor, scale: Tensor, base: Tensor,
     norm_weight: Tensor,
 ) -> Any:  # fmt: skip
-    """Compute the boundary as a model would write it: Sinkhorn in float32, where the CPU reference computes it in
-    float64.
-    """
+    """Compute the boundary as a model would write it: Sinkhorn in float32, not in the CPU reference's float64."""
     n = streams.shape[-2]
     updated = (comb.mT @ streams.float() + post[..., None] * y.float()[..., None, :]).to(streams.dtype)
     u = (pre[..., None] * updated.float()).sum(-2).to(streams.dtype).float()
@@ -195,7 +186,7 @@ CASES = (
     Case("post_mix", mhc.post_mix, lambda r, m, p, x, b: reference.post_mix(r, m, p, x, b, False), _mixed,
          lambda z: (Moved(2 * z.n + 1, z.n * z.n + z.n), Moved(3 * z.n + 2, 2 * (z.n * z.n + z.n)))),
     Case("project", mhc.project, _project, _projected, _of_project),
-    Case("project, 16-bit weight", mhc.project, _project, _projected_16_bit, _of_project),
+    Case("project, 16-bit weight", mhc.project, _project, partial(_projected, dtype=torch.bfloat16), _of_project),
     Case("project, norm_weight", lambda *t: mhc.project(*t[:-1], norm_weight=t[-1]),
          lambda x, weight, *rest: _project(x, weight * rest[-1], *rest[:-1]),
          lambda z: [*_projected(z), torch.rand(z.n * z.c, device="cuda") + 0.5], _of_project),

@@ -106,9 +106,8 @@ def in_format(recipe: str, w1: Tensor, w2: Tensor) -> tuple[tuple[Any, Any], tup
 
 
 def make_batch(case: ServingCase, device: str = "cuda") -> Batch:
-    """Return tokens with the K best of a softmax over random logits, whose weights sum to 1.
-
-    The first token has expert 0 among its choices, so that a single token has an expert here.
+    """Return tokens with the K best of a softmax over random logits, whose weights sum to 1. The first token has expert
+    0 among its choices, so that a single token has an expert here.
     """
     generator = torch.Generator(device).manual_seed(case.seed)
     logits = normals(generator, torch.float32)(case.tokens, case.world)
@@ -128,9 +127,7 @@ def compared(tokens: int) -> list[int]:
 
 
 def expected(b: Batch, w1: Any, w2: Any) -> Tensor:
-    """Return the compared tokens' results in float32, [compared tokens, H]: weights dequantised from their format, rows
-    never rounded.
-    """
+    """Return the compared tokens' results [., H] in float32: weights dequantised, rows never rounded."""
 
     def matrix(w: Any, expert: int) -> Tensor:
         return w[expert].float() if isinstance(w, Tensor) else w[expert].dequantize(torch.float32)
@@ -155,9 +152,8 @@ def ours(recipe: Any) -> Experts:
     """Return moe_of_choices by a recipe, as `ServedExperts` calls it, on weights as kernels read them."""
 
     def make(case: ServingCase, w1: Any, w2: Any) -> OfBatch:
-        return lambda b: moe_of_choices(
-            b.x, b.ids, b.weights, case.experts, w1, w2, world_experts=case.world, recipe=recipe, out=b.out
-        )
+        experts, more = (case.experts, w1, w2), {"world_experts": case.world, "recipe": recipe}
+        return lambda b: moe_of_choices(b.x, b.ids, b.weights, *experts, **more, out=b.out)
 
     return Experts(OURS, (recipe,), recipe, make, ROWS_FP8 if recipe in FP8_ROWS else ROWS_16_BITS)
 
@@ -189,9 +185,7 @@ class Model:
         return self.formats[recipe]
 
     def competing(self, recipe: str, peers: list[Experts]) -> Competing:
-        """Return the contestants whose weights could be prepared, ours first; weights of another recipe's formats are
-        freed before.
-        """
+        """Return the contestants whose weights could be prepared, ours first; other recipes' weights are freed."""
         self.formats.clear()
         torch.cuda.empty_cache()
         mine = ours(recipe)
@@ -203,9 +197,8 @@ class Model:
 
 
 def _captured(experts: Experts, call: OfBatch, b: Batch, reference: Tensor, pool: Any) -> Call:
-    """Capture a call and return its replay. Raises Wrong if the call itself is wrong.
-
-    The result buffer holds NaN before each checked call, so that elements which nobody writes count as errors.
+    """Capture a call and return its replay. Raises Wrong if the call itself is wrong. The buffer of results holds NaN
+    before each checked call, so that elements which nobody writes count as errors.
     """
     b.out.fill_(torch.nan)
     within(error(call(b), reference), experts.bound)

@@ -83,9 +83,7 @@ def text(table: dict[str, Any]) -> str:
 
 
 def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED) -> Path:
-    """Write the measurements that ship, made from a result file; return the path. Raises ValueError if the file is not
-    a result of the tiles suite.
-    """
+    """Write the measurements that ship, made from a result file of this suite; return the path."""
     result = read(source)
     if result["suite"] != "tiles":
         raise ValueError(f"{source} is a result of suite {result['suite']!r}; a table is made of one of 'tiles'")
@@ -133,17 +131,14 @@ def right_kernels(case: Case, contest: Contest) -> list[str]:
 
 
 def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> Record:
-    """Return the record: the GEMM as the dispatcher describes it, its FLOP and bytes, and the median microseconds of
-    each tile.
-    """
+    """Return the record: the GEMM as the dispatcher describes it, its work, and each tile's median microseconds."""
     sets = make_sets(case, contest.op, contest.spec, MAX_COPIES)
     calls = min(math.ceil(SAMPLE_US / rough_us(case, contest.op)), MAX_CALLS_PER_SAMPLE)
     samplers = {}
-    for one in contest.competing:
-        if one.name in right:
-            call = launches(one, sets)
-            call(0)
-            samplers[one.name] = partial(device_us, call, calls, ENQUEUE_US)
+    for one in (one for one in contest.competing if one.name in right):
+        call = launches(one, sets)
+        call(0)
+        samplers[one.name] = partial(device_us, call, calls, ENQUEUE_US)
     times = in_turns(samplers, budget_s, MIN_ROUNDS, MAX_ROUNDS)
     columns, depth = columns_and_depth(case, contest.op)
     return {

@@ -38,7 +38,7 @@ STEP = "decoding step, graph"
 
 
 class Model(NamedTuple):
-    """A model of transformers: prefix of its classes' names, its block's class, and its sizes."""
+    """A model of transformers: prefix of its classes' names, its module, its block's class, and its sizes."""
 
     name: str
     classes: str
@@ -133,9 +133,7 @@ def _measure_block(model: Model, tokens: int, budget_s: float) -> Iterator[Recor
 
 
 def _new_model() -> Any:
-    """Return a model of STEP_LAYERS layers of Qwen3-235B-A22B, random, in bfloat16 from the start: in float32 it would
-    take twice the memory.
-    """
+    """Return a random model of STEP_LAYERS layers of Qwen3-235B-A22B, in bfloat16 from the start, to save memory."""
     import transformers
 
     config = _config_of(QWEN3_235B, num_hidden_layers=STEP_LAYERS, **ATTENTION)
@@ -150,9 +148,7 @@ def _new_model() -> Any:
 
 
 def _step(model: Any, implementation: str) -> Run:
-    """Return a graph's replay of one decoding step: the same step each time, though the cache counts its tokens on the
-    device.
-    """
+    """Return a graph's replay of one decoding step, the same each time, though the cache counts on the device."""
     import transformers
 
     model.set_experts_implementation(implementation)
