@@ -26,6 +26,7 @@ from .cells import DENSE, OURS
 from .contest import Contestant, Results, listed, relative_error, rotating
 from .routing import group_sizes
 from .targets import TORCH
+from .timing import forget_gradients
 
 ROTATION_BYTES = 2**30  # 17 times the L2 of an H200
 MAX_COPIES = 8
@@ -78,10 +79,6 @@ class Training(Buffers):
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         return (self.x, self.w1, self.w2, self.row_scale)
-
-    def forget_gradients(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
 
 
 def offsets(sizes: list[int], device: str) -> tuple[Tensor, Tensor]:
@@ -207,21 +204,25 @@ def _wgrad(op: str) -> dict[str, Compute]:
     return {OURS: lambda d: glulam.grouped_wgrad(*d.factors(op), offs=d.offs), DENSE: dense, TORCH: by_torch}
 
 
-def _trained(d: Training, forward: Callable[[Training], Tensor]) -> Results:
-    """Run a forward and its backward; return y and the gradients of the leaves."""
-    d.forget_gradients()
+def trained(forward: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor) -> Results:
+    """Run a forward and its backward; return y and the gradients that leaves have."""
+    forget_gradients(leaves)
     with torch.enable_grad():
-        y = forward(d)
-    y.backward(d.dy)
-    return (y.detach(), *(leaf.grad for leaf in d.leaves if leaf.grad is not None))
+        y = forward()
+        y.backward(dy)
+    return (y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None))
 
 
 def our_layer(d: Training) -> Results:
-    return _trained(d, lambda d: glulam.grouped_mlp(d.x, d.w1, d.w2, offs=d.offs, row_scale=d.row_scale))
+    forward = partial(glulam.grouped_mlp, d.x, d.w1, d.w2, offs=d.offs, row_scale=d.row_scale)
+    return trained(forward, d.leaves, d.dy)
 
 
 def torch_layer(d: Training) -> Results:
-    return _trained(d, lambda d: _mm(_scaled_swiglu(_mm(d.x, d.w1, d.offs), d.row_scale), d.w2, d.offs))
+    def forward() -> Tensor:
+        return _mm(_scaled_swiglu(_mm(d.x, d.w1, d.offs), d.row_scale), d.w2, d.offs)
+
+    return trained(forward, d.leaves, d.dy)
 
 
 Compute = Callable[[Any], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,18 +138,20 @@ def capture(run: Run, pool: Any = None) -> Run:
     return replay
 
 
-def peak_bytes(call: Run, forget: Callable[[], None] = lambda: None) -> int:
-    """Return how far a call raises the memory allocated before it, results and gradients included.
+def forget_gradients(leaves: Iterable[torch.Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
 
-    forget: drops gradients; called before and after the call.
-    """
-    forget()
+
+def peak_bytes(call: Run, leaves: Sequence[torch.Tensor] = ()) -> int:
+    """Return how far a call raises the memory allocated before it, results and gradients of the leaves included."""
+    forget_gradients(leaves)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    forget()
+    forget_gradients(leaves)
     return torch.cuda.max_memory_allocated() - before
 
 

@@ -26,7 +26,7 @@ from glulam.distributed import ExpertParallel
 from glulam.layer.routing import Routing
 
 from ..cases import LayerCase
-from ..mlp import normals, weights_of
+from ..mlp import normals, trained, weights_of
 from ..options import Options
 from ..results import Record
 from ..tables_layer import ALL_TO_ALL, ALONE, SYMMETRIC
@@ -167,14 +167,7 @@ def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any], has_g
     weights, also by recipe "mxfp8", and with its backward.
     """
     x, w1, w2 = leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
-
-    def train() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        with torch.enable_grad():
-            y = glulam.moe(x, data.routing, w1, w2, parallel=ep)
-            y.backward(data.x)
-
+    train = partial(trained, partial(glulam.moe, x, data.routing, w1, w2, parallel=ep), leaves, data.x)
     forward = partial(glulam.moe, data.x, data.routing, data.w1, data.w2, parallel=ep)
     if not folded:
         return {"forward": forward, **({"forward, graph": in_graph(forward)} if has_graph else {})}

@@ -10,10 +10,9 @@ multiplies with them and with the adapters apart.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from glulam.formats.prepared import PREPARED
 from glulam.ops.quantized_weights import FORMS
 
 from ..cases import Case, LayerCase
-from ..contest import Results, contest, of_calls, over_cases
-from ..mlp import Buffers, make_buffers, normals, swiglu, weights_of
+from ..contest import contest, of_calls, over_cases
+from ..mlp import Buffers, make_buffers, normals, swiglu, trained, weights_of
 from ..quantised import dequantising, quantised
 from ..results import Record
 from ..targets import BF16
@@ -94,8 +93,7 @@ def _measure_gradients(case: Case, budget_s: float) -> Iterator[Record]:
 run_frozen = over_cases("frozen", _measure_gradients)
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """The tensors of a step: x [N, H], its result's gradient, a routing, 16-bit weights, and trained adapters of all
     experts.
     """
@@ -111,19 +109,9 @@ class Data:
     def leaves(self) -> list[Tensor]:
         return [self.x, *self.lora.given().values()]
 
-    def forget_gradients(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
-
     def step(self, forward: Run) -> Run:
         """Return a function that runs the forward and its backward, and returns the gradients that leaves have."""
-
-        def run() -> Results:
-            self.forget_gradients()
-            forward().backward(self.dy)
-            return tuple(leaf.grad for leaf in self.leaves if leaf.grad is not None)
-
-        return run
+        return lambda: trained(forward, self.leaves, self.dy)[1:]
 
 
 def make_data(case: LayerCase) -> Data:
@@ -176,7 +164,7 @@ def _measure_adapters(case: LayerCase, budget_s: float) -> Iterator[Record]:
     for recipe, steps in _adapter_steps(d).items():
         for step in steps.values():
             step()  # what is prepared or compiled at a first call does not count as memory
-        peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
+        peaks = {name: peak_bytes(step, d.leaves) for name, step in steps.items()}
         fields: Record = {"recipe": recipe, "rank": RANK, "peak_bytes": peaks}
         *_, other = steps.values()
         contestants = of_calls(steps, ADAPTED, other, MAX_RELATIVE_ERROR)

@@ -27,7 +27,7 @@ from ..options import Options, select_ops
 from ..quack import Quack, find_quack
 from ..results import Record
 from ..stamp import Readings, follow_gpu
-from ..timing import ENQUEUE_US, Times, measure_device, peak_bytes
+from ..timing import ENQUEUE_US, Times, forget_gradients, measure_device, peak_bytes
 
 BACKWARD_ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches
 TRAINING_ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and backward, some thirty launches
@@ -115,7 +115,7 @@ def saved_bytes(call: Callable[[Training], Any], d: Training) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         call(d)
-    d.forget_gradients()
+    forget_gradients(d.leaves)
     return sum(kept.values())
 
 
@@ -132,7 +132,7 @@ def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
     fields: Record = {
         "op": LAYER,
         "flop": case.flop(LAYER),
-        "peak_bytes": {name: peak_bytes(partial(call, d), d.forget_gradients) for name, call in layers.items()},
+        "peak_bytes": {name: peak_bytes(partial(call, d), d.leaves) for name, call in layers.items()},
         "saved_bytes": {name: saved_bytes(call, d) for name, call in layers.items()},
         "needed_bytes": needed_bytes(case),
     }

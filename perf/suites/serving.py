@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress
 from torch import Tensor
 
 from glulam.layer.choices import moe_of_choices
@@ -29,7 +28,7 @@ from glulam.tuner.timing import Call
 
 from ..cases import SERVING, SERVING_RECIPES, ServingCase, select
 from ..cells import OURS
-from ..contest import Contestant, contest, numbered, or_left_out, within
+from ..contest import Contestant, contest, numbered, or_left_out, records_of, within
 from ..mlp import normals, swiglu, weights_of
 from ..options import Options, select_ops
 from ..quantised import quantised
@@ -221,32 +220,25 @@ def _cold(replays: dict[str, Call], budget_s: float) -> Times:
     return in_turns({name: flushed_sampler(replay) for name, replay in replays.items()}, budget_s)
 
 
-def _measure(model: Model, case: ServingCase, recipe: str, competing: Competing, budget_s: float) -> Record:
-    b = make_batch(case)
-    fields: Record = {"op": recipe, **case.work(recipe, b.here.numel(), b.here.unique().numel())}
-    return contest(case, contestants(model, competing, b), budget_s, where=recipe, measure=_cold, **fields)
+def _measure(
+    of_model: Sequence[ServingCase], recipes: Sequence[str], peers: list[Experts], budget_s: float
+) -> Iterator[Record]:
+    """Yield a record of a model for each recipe and number of tokens."""
+    model, share = Model(of_model[0]), budget_s / len(recipes) / len(of_model)
+    for recipe in recipes:
+        competing = model.competing(recipe, peers)
+        for case in of_model:
+            b = make_batch(case)
+            fields: Record = {"op": recipe, **case.work(recipe, b.here.numel(), b.here.unique().numel())}
+            yield contest(case, contestants(model, competing, b), share, where=recipe, measure=_cold, **fields)
+        print(f"measured {model.case.name}, {recipe}", flush=True)  # it takes minutes, and a bar shows models alone
+        del competing
 
 
 @torch.no_grad()
 def run_serving(options: Options) -> list[Record]:
     """Measure and return one record for each case and recipe."""
     cases, recipes = select(SERVING, options.case), select_ops(SERVING_RECIPES, options.ops)
-    budget_s = options.budget_s / len(cases) / len(recipes)
     by_model = [list(group) for _, group in itertools.groupby(cases, lambda case: case.name)]
-    records: list[Record] = []
-    with Progress() as progress:
-        bar = progress.add_task("compiling peers' kernels", total=len(cases) * len(recipes))
-        peers = find_peers([of_model[0] for of_model in by_model], recipes)
-        for of_model in by_model:
-            model = Model(of_model[0])
-            for recipe in recipes:
-                what = f"{model.case.name}, {recipe}"
-                progress.update(bar, description=what)
-                competing = model.competing(recipe, peers)
-                for case in of_model:
-                    records.append(_measure(model, case, recipe, competing, budget_s))
-                    progress.advance(bar)
-                progress.console.print(f"measured {what}")  # where no bar shows
-                del competing
-            del model
-    return records
+    peers = find_peers([of_model[0] for of_model in by_model], recipes)
+    return records_of("serving", [partial(_measure, of, recipes, peers) for of in by_model], options.budget_s)
