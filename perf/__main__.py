@@ -50,7 +50,7 @@ def show(table: Table, console: Console) -> None:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Run one suite on the current GPU and return its result. Raises RuntimeError if there is no CUDA GPU, or if a
-    contestant that may not be left out computes a wrong result.
+    required contestant is wrong.
     """
     import torch
 
@@ -74,39 +74,42 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 def _is_part(arguments: argparse.Namespace) -> bool:
     """Return whether a run measures less than its suite, or in another way, and must not replace its results."""
-    options = chosen(arguments)
+    options, suite = chosen(arguments), arguments.command
     in_part = options.case is not None or options.ops or options.published or options.batch_invariant
-    return arguments.command == "compare" or bool(in_part) or (arguments.command == "layer" and bool(options.routings))
+    return suite == "compare" or bool(in_part or (suite == "layer" and options.routings))
 
 
-def _run_suite(arguments: argparse.Namespace, console: Console) -> None:
+def _run_suite(arguments: argparse.Namespace, console: Console) -> list[Path]:
     result = measure(arguments)
     for table in tables_of(result):
         show(table, console)
     if not arguments.out and _is_part(arguments):
         console.print("not written: --out FILE keeps a comparison, or a part of a suite")
-        return
+        return []
     path = arguments.out or default_path(result["suite"], result["stamp"]["gpu"])
     write(result, path)
-    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return [path]
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> list[Path]:
+    """Run a command; return the files that it has written."""
+    if arguments.command == "report":
+        from .report import write_report
+
+        return write_report()
+    if arguments.command == "table":
+        from .suites.tiles import write_table
+
+        return [write_table()]
+    return _run_suite(arguments, console)
 
 
 def main() -> int:
     """Run the command line; return exit status 0, or 1 after one line about an error that the user can mend."""
-    arguments = parser().parse_args()
     console = _console()
     try:
-        if arguments.command == "report":
-            from .report import write_report
-
-            for path in write_report():
-                console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        elif arguments.command == "table":
-            from .suites.tiles import write_table
-
-            console.print(f"wrote {write_table()}", highlight=False, soft_wrap=True)
-        else:
-            _run_suite(arguments, console)
+        for path in _run(parser().parse_args(), console):
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     except (RuntimeError, ValueError) as error:
         Console(stderr=True).print(f"perf: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1

@@ -30,9 +30,7 @@ PART_ELEMENTS = 2**28  # elements that are compared at once
 
 
 class Wrong(RuntimeError):
-    """Raised if a contestant's result is wrong; the text says by how much. The contestant is left out, or, if it is
-    required, the run ends.
-    """
+    """Raised if a contestant's result is wrong, and the text says by how much: it is left out, or the run ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +102,7 @@ def _error(one: Contestant, call: Call) -> float | None:
 
 
 def admitted(where: str, contestants: Iterable[Contestant]) -> Admitted:
-    """Build every contestant and check one result of each. A contestant that fails or is wrong is not timed: its time
-    would say nothing.
-    """
+    """Build every contestant and check one result of each; the time of one that fails or is wrong would say nothing."""
     found = Admitted({}, {}, {})
     for one in contestants:
         with or_left_out(f"{where}: {one.name}", one.required, one.unless, (found.left_out, one.name)):
@@ -144,9 +140,7 @@ def make_record(case: Any, times: Times, sizes: Sequence[int] = (), **fields: An
 
 
 def records_of(title: str, measures: Sequence[Measure], budget_s: float) -> list[Record]:
-    """Return the records of all measurements, which share the budget; what one held on the GPU is freed before the
-    next.
-    """
+    """Return the records of all measurements, which share the budget; what one held on the GPU is freed after it."""
     records: list[Record] = []
     for measure in track(measures, title):
         records += measure(budget_s / len(measures))

@@ -24,14 +24,12 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in _words(text))
+    return tuple(map(int, _words(text)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The user's choices for a run. An empty tuple means: all operations, the suite's routings, the cases' own rows,
-    the usual bundle.
-    """
+    """The user's choices for a run. Empty: all operations, the suite's routings, cases' own rows, the usual bundle."""
 
     budget_s: float = _choice(40.0, "--budget", "seconds of sampling for the whole suite (40.0)", type=float)
     case: str | None = _choice(None, "--case", "the case of this name, or whose name, sizes or routing contain it")
@@ -82,9 +80,7 @@ def command_line(suite: str, options: Options) -> str:
 
 
 def select_ops(known: Sequence[str], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the operations wanted, in the order of `known`; all if none is named. Raises ValueError on an unknown
-    one.
-    """
+    """Return the wanted operations in the order of `known`; all, if none is named. Raises ValueError on others."""
     if unknown := [op for op in wanted if op not in known]:
         raise ValueError(f"--op {unknown[0]!r} is not known here; choose among: {', '.join(known)}")
     return tuple(op for op in known if op in wanted or not wanted)

@@ -49,7 +49,7 @@ def quantised(name: str, w: Tensor, is_gate: bool = False) -> tuple[Any, Any]:
     return form.tensor_of(parts if form.is_ready(parts) else prepare(form, parts, report=True)), made
 
 
-def compiled(what: str, function: Callable[..., Any], *example: Tensor) -> Callable[..., Any]:
+def _compiled(what: str, function: Callable[..., Any], *example: Tensor) -> Callable[..., Any]:
     """Return a function compiled by torch.compile; if compiling fails here, warn and return the function itself."""
     made: Callable[..., Any] = torch.compile(function, dynamic=False)
     try:
@@ -61,23 +61,8 @@ def compiled(what: str, function: Callable[..., Any], *example: Tensor) -> Calla
 
 
 def dequantising(w: Any) -> Callable[[], Tensor]:
-    """Return a function that dequantises w to 16 bits, by one kernel where torch.compile works: it reads the format's
-    bytes and writes 16 bits an element.
-    """
-    return compiled("dequantising", lambda: w.dequantize(torch.bfloat16))
-
-
-def _recipe(name: Any, sets: Sequence[Buffers]) -> Mlp:
-    """Return grouped_mlp by a recipe on weights prepared beforehand, as a server holds them."""
-    if name == BF16:
-        return our_mlp
-    form = FORMS[name]
-
-    def prepared(w: Tensor, form: Form) -> Any:
-        return form.tensor_of(prepare(form, Parts(w), report=True))
-
-    weights = {id(b): (prepared(b.w1, form.of_gate(b.w1.shape[1])), prepared(b.w2, form)) for b in sets}
-    return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
+    """Return a function that dequantises w to 16 bits, by one kernel where torch.compile works."""
+    return _compiled("dequantising", lambda: w.dequantize(torch.bfloat16))
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,11 +70,6 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     scale = wide.abs().amax(dim=1).clamp(min=1e-12) / E4M3_MAX
     return (wide / scale[:, None]).to(E4M3), scale
-
-
-def _swiglu_rows(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply SwiGLU to [T, 2I] and quantise the result; return elements and scales."""
-    return quantise_rows(swiglu(h.float()))
 
 
 def _fp8_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,13 +84,13 @@ def _torch_fp8(sets: Sequence[Buffers]) -> Mlp:
     torch._dynamo.reset()  # else it gives up after so many shapes of the cases before
     first = sets[0]
     weights = {id(b): (_fp8_weight(b.w1), _fp8_weight(b.w2)) for b in sets}
-    quantise = compiled(TORCH_FP8, quantise_rows, first.x)
-    activate = compiled(TORCH_FP8, _swiglu_rows, first.x.new_zeros(first.x.shape[0], first.w1.shape[1]))
+    quantise = _compiled(TORCH_FP8, quantise_rows, first.x)
+    h = first.x.new_zeros(first.x.shape[0], first.w1.shape[1])
+    activate = _compiled(TORCH_FP8, lambda h: quantise_rows(swiglu(h.float())), h)
+    scaled_mm = partial(torch._scaled_grouped_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     def gemm(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], offs: Tensor) -> Tensor:
-        return torch._scaled_grouped_mm(
-            x[0], w[0], x[1], w[1], offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+        return scaled_mm(x[0], w[0], x[1], w[1], offs=offs)
 
     def mlp(b: Buffers) -> Tensor:
         w1, w2 = weights[id(b)]
@@ -119,9 +99,19 @@ def _torch_fp8(sets: Sequence[Buffers]) -> Mlp:
     return mlp
 
 
-def mlp_by(name: str, sets: Sequence[Buffers]) -> Mlp:
-    """Return a contestant's MLP by its name, with the weights of these sets of tensors prepared."""
-    return _torch_fp8(sets) if name == TORCH_FP8 else _recipe(name, sets)
+def mlp_by(name: Any, sets: Sequence[Buffers]) -> Mlp:
+    """Return a contestant's MLP by its name, with the weights of these sets of tensors prepared, as a server holds
+    them.
+    """
+    if name in (BF16, TORCH_FP8):
+        return our_mlp if name == BF16 else _torch_fp8(sets)
+    form = FORMS[name]
+
+    def prepared(w: Tensor, form: Form) -> Any:
+        return form.tensor_of(prepare(form, Parts(w), report=True))
+
+    weights = {id(b): (prepared(b.w1, form.of_gate(b.w1.shape[1])), prepared(b.w2, form)) for b in sets}
+    return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
 
 
 def error(result: Tensor, b: Buffers) -> float:
@@ -130,9 +120,7 @@ def error(result: Tensor, b: Buffers) -> float:
 
 
 def contestants(names: Sequence[str], sets: Sequence[Buffers]) -> Iterator[Contestant]:
-    """Yield the contestants. torch's FP8 may fail or be wrong, and is then left out; a recipe is left out only if the
-    bundle lacks it.
-    """
+    """Yield the contestants. torch's FP8 may be left out; a recipe is left out only if the bundle lacks it."""
     for name in names:
         yield Contestant(
             name, lambda name=name: rotating(mlp_by(name, sets), sets), partial(error, b=sets[0]),  # type: ignore[misc]

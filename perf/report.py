@@ -10,12 +10,13 @@ import collections
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
 from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
 from .plots import draw_overview, save
-from .results import RESULTS, Record, Result, gpu_slug, read_all
+from .results import RESULTS, Record, Result, default_path, read_all
 from .tables import tables_of
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
@@ -41,8 +42,8 @@ of two sections, as of an H100 and an H200, are not to be compared where these d
 
 
 class Line(NamedTuple):
-    """A row of the overview: the case's name, our median in us, the rate, and for each peer its time over ours, in this
-    case first, then in all.
+    """A row of the overview: the case's name, our median in us, the rate, and each peer's time over ours: in this case
+    first, then in all.
     """
 
     what: str
@@ -121,11 +122,9 @@ def _peer(title: str, ratios: list[float]) -> str:
 
 
 def overview_table(lines: list[Line]) -> Table:
-    rows: list[tuple[str, ...]] = [
-        (line.what, microseconds(line.us), line.rate, "; ".join(_peer(*item) for item in line.peers.items()))
-        for line in lines
-    ]
-    return Table(TITLE, HEADER, rows)
+    peers = ["; ".join(starmap(_peer, line.peers.items())) for line in lines]
+    heads = [(line.what, microseconds(line.us), line.rate) for line in lines]
+    return Table(TITLE, HEADER, [(*head, shown) for head, shown in zip(heads, peers, strict=True)])
 
 
 def markdown_table(table: Table) -> str:
@@ -157,14 +156,14 @@ def _section(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def _plot_name(results: list[Result]) -> str:
-    return f"overview-{gpu_slug(shown_gpu(results))}"
+def _plot(results: list[Result]) -> Path:
+    return default_path("overview", shown_gpu(results), ".svg")
 
 
 def results_page(results: list[Result]) -> str:
     """Return the whole of perf/results/README.md."""
-    name = _plot_name(results)
-    picture = [f"![{name}]({name}.svg)", str(draw_overview.__doc__)] if overview(results) else []
+    plot = _plot(results)
+    picture = [f"![{plot.stem}]({plot.name})", str(draw_overview.__doc__)] if overview(results) else []
     sections = [_section(result) for result in results] or [NOTHING]
     return "\n\n".join([HEAD, *picture, *sections]) + "\n"
 
@@ -175,7 +174,7 @@ def summary(results: list[Result]) -> str:
     if not lines:
         return NOTHING
     table = overview_table(lines)
-    picture = f"![{draw_overview.__doc__}](perf/results/{_plot_name(results)}.svg)"
+    picture = f"![{draw_overview.__doc__}](perf/results/{_plot(results).name})"
     return "\n\n".join([picture, f"{table.title}, {shown_gpu(results)}:", markdown_table(table)])
 
 
@@ -193,7 +192,7 @@ def write_report(folder: Path = RESULTS, readme: Path = README) -> list[Path]:
     results = read_all(folder)
     page, paths = folder / "README.md", []
     if lines := overview(results):
-        paths.append(folder / f"{_plot_name(results)}.svg")
+        paths.append(folder / _plot(results).name)
         save(partial(draw_overview, lines), paths[0])
     page.write_text(results_page(results))
     readme.write_text(fill(readme.read_text(), summary(results)))

@@ -8,8 +8,8 @@ each contestant (`BY_CONTESTANT`) after it.
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import io
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,9 +21,7 @@ BY_CONTESTANT = ("times", "errors", "memory", "peak_bytes", "saved_bytes", "left
 TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
 """Suites of training runs, which `examples/train_moe.py` and `examples/train_megatron.py` measure."""
 NO_LONGER_MEASURED = ("graph",)
-"""Suites whose stored result is kept, though other suites now answer their question: `layer` times calls eager and
-replayed.
-"""
+"""Suites whose stored result is kept, though others answer their question: `layer` times calls eager and replayed."""
 CONTESTANT = "contestant"
 RESULTS = Path(__file__).resolve().parent / "results"
 DIGITS = 5  # digits of a number that is not whole: more is noise, and makes every diff of a result file unreadable
@@ -44,14 +42,9 @@ def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], rec
     return {"suite": suite, "stamp": stamp, "limits": limits, "tuned": tuned if chosen else {}, "records": kept}
 
 
-def gpu_slug(gpu: str) -> str:
-    """Return a GPU's name as part of a file name: lower case, without vendor, hyphens for blanks."""
-    return gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
-
-
-def default_path(suite: str, gpu: str) -> Path:
-    """Return perf/results/<suite>-<gpu>.csv."""
-    return RESULTS / f"{suite}-{gpu_slug(gpu)}.csv"
+def default_path(suite: str, gpu: str, suffix: str = ".csv") -> Path:
+    """Return perf/results/<suite>-<gpu>.csv, with the GPU in lower case, without vendor, hyphens for blanks."""
+    return RESULTS / f"{suite}-{gpu.lower().replace('nvidia', '').strip().replace(' ', '-')}{suffix}"
 
 
 def _text(value: Any) -> str:
@@ -71,10 +64,8 @@ def _value(text: str) -> Any:
     if text.startswith("[") and text.endswith("]"):
         return [_value(word) for word in text[1:-1].split()]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 
@@ -108,38 +99,31 @@ def _lines(record: Record) -> Iterator[dict[str, str]]:
         yield {**shared, CONTESTANT: name, **dict(of_name)}
 
 
-def _columns(lines: list[dict[str, str]]) -> list[str]:
-    """Return the file's columns: the records' own fields, the contestant, then what was measured of each contestant."""
-    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != CONTESTANT]
-    measured = [name for name in names if name.partition(".")[0] in BY_CONTESTANT]
-    return [*(name for name in names if name not in measured), CONTESTANT, *measured]
-
-
 def write(result: Result, path: Path) -> None:
-    """Write a result file; create its folder if it is missing."""
+    """Write a result file; create its folder if it is missing. Its columns are the records' own fields, the contestant,
+    then what was measured of each contestant.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"suite": result["suite"], **{key: result[key] for key in ("stamp", "limits", "tuned")}}
     lines = [line for record in result["records"] for line in _lines(record)]
-    text = io.StringIO()
-    text.write(f"# {SCHEMA}\n" + "".join(f"# {name}: {value}\n" for name, value in _flat(head, "")))
-    table = csv.DictWriter(text, _columns(lines), lineterminator="\n")
-    table.writeheader()
-    table.writerows(lines)
-    path.write_text(text.getvalue())
+    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != CONTESTANT]
+    measured = [name for name in names if name.partition(".")[0] in BY_CONTESTANT]
+    columns = [*(name for name in names if name not in measured), CONTESTANT, *measured]
+    with path.open("w", newline="") as file:
+        file.write(f"# {SCHEMA}\n" + "".join(f"# {name}: {value}\n" for name, value in _flat(head, "")))
+        table = csv.DictWriter(file, columns, lineterminator="\n")
+        table.writeheader()
+        table.writerows(lines)
 
 
 def _head(lines: list[str]) -> Result:
-    """Return what the `# key: value` lines at the start of a file say; values are texts, but numbers for limits and
-    tuning.
-    """
+    """Return what a file's `# key: value` lines say; values are texts, but numbers for limits and tuning."""
     cells = (line.removeprefix("# ").partition(": ")[::2] for line in lines)
     return _nested((name, _value(text) if name.startswith(("limits", "tuned")) else text) for name, text in cells)
 
 
 def _records(lines: list[str]) -> Iterator[Record]:
-    """Yield the records of a file's table. Consecutive lines with the same fields of their own and different
-    contestants make one record.
-    """
+    """Yield the records of a table: consecutive lines with the same own fields and different contestants make one."""
     header, *table = csv.reader(lines)
     own = header.index(CONTESTANT)
     groups: list[dict[str, list[str]]] = []

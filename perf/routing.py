@@ -65,9 +65,7 @@ def group_sizes(case: Case) -> list[int]:
 
 
 def routed(sizes: list[int]) -> dict[str, object]:
-    """Return a record's fields that say how uneven a routing is: the largest group over the mean, and counts of empty
-    and active experts.
-    """
+    """Return a record's fields: the largest group over the mean, and counts of empty and active experts."""
     mean, empty = sum(sizes) / len(sizes), sizes.count(0)
     skew = {"max_over_mean": max(sizes) / mean if mean else 0.0, "empty_experts": empty}
     return {"skew": skew, "active_experts": len(sizes) - empty}

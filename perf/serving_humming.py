@@ -29,6 +29,10 @@ from .suites.serving import ROWS_16_BITS, ROWS_FP8, Batch, Experts
 
 SWIGLU = {"activation_type": "binary_split", "activation_impl": "a / (1.f + expf(-a)) * b"}
 ROW_BLOCK = 128  # elements of a row that share a scale
+FP8_ROWS: dict[str, Any] = {
+    "a_dtype": "float8e4m3", "input_scale_group_size": ROW_BLOCK, "input_scale_dtype": "float32",
+    "input_quant_mode": "dynamic_group",
+}  # fmt: skip
 INDEXED, CONTIGUOUS = "indexed", "grouped_contiguous"
 PADDING = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}
 LOCKS_PER_SM = 8
@@ -36,9 +40,7 @@ COMPILED_AT_ONCE = 4  # pairs of a scheme and a model; each has as many compiler
 
 
 class Scheme(NamedTuple):
-    """A pair of formats, of the weights and of the GEMMs' input rows. weights: the recipe whose checkpoint format
-    Humming reads.
-    """
+    """Formats of the weights and of the GEMMs' input rows. weights: the recipe whose checkpoint format is read."""
 
     name: str
     recipes: tuple[str, ...]
@@ -66,33 +68,18 @@ def _loaded(weights: str, w: Any) -> tuple[Any, dict[str, Tensor]]:
     return schema.Mxfp4WeightSchema(), tensors
 
 
-def _input_schema(has_fp8_rows: bool) -> Any:
-    schema: Any = importlib.import_module("humming.schema")
-    if not has_fp8_rows:
-        return schema.HummingInputSchema(input_quant_mode="none")
-    return schema.HummingInputSchema(
-        a_dtype="float8e4m3", input_scale_group_size=ROW_BLOCK, input_scale_dtype="float32",
-        input_quant_mode="dynamic_group",
-    )  # fmt: skip
-
-
 def _converted(scheme: Scheme, w: Any, is_gate: bool) -> tuple[Any, dict[str, Tensor]]:
-    """Return the schema of Humming's own format, and the weight's tensors in it, not yet in the order that kernels
-    read.
-    """
+    """Return the schema of Humming's own format, and the weight's tensors in it, not yet in kernels' order."""
     schema, loaded = _loaded(scheme.weights, w)
     experts, n, k = w.shape
     stacks = [n // 2] * 2 if is_gate else [n]
-    found: tuple[Any, dict[str, Tensor]] = schema.convert_humming(
+    return schema.convert_humming(
         tensors=loaded, shape_n_stacks=stacks, shape_k_stacks=[k], param_dtype=torch.bfloat16, num_experts=experts
     )
-    return found
 
 
 class Plan(NamedTuple):
-    """Settings of a layer, without its weights: configuration, tiles by ranges of rows, and both as the GEMM takes
-    them.
-    """
+    """Settings of a layer without its weights: configuration, tiles by ranges of rows, both as the GEMM takes them."""
 
     config: Any
     tiles: list[Any]
@@ -101,10 +88,8 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
-    """Return the plan of FC1 (is_gate) or FC2.
-
-    Humming has 30 to 100 tiles a layer and compiles all at the first call. Only those that the suite's numbers of
-    tokens ask for stay, so that seconds suffice.
+    """Return the plan of FC1 (is_gate) or FC2. Humming compiles all of a layer's 30 to 100 tiles at the first call;
+    only those that the suite's numbers of tokens ask for stay, so that seconds suffice.
     """
     transform: Any = importlib.import_module("humming.transform")
     tune: Any = importlib.import_module("humming.tune")
@@ -113,23 +98,23 @@ def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
     form = form.of_gate(n) if is_gate else form
     w = form.quantized_tensor(torch.empty(case.experts, n, k, dtype=torch.bfloat16, device="meta"))
     schema, loaded = _converted(scheme, w, is_gate)
+    mode = FP8_ROWS if scheme.has_fp8_rows else {"input_quant_mode": "none"}
+    rows = importlib.import_module("humming.schema").HummingInputSchema(**mode)
     config = transform.prepare_layer_config(
-        shape_n=n, shape_k=k, weight_schema=schema, input_schema=_input_schema(scheme.has_fp8_rows),
+        shape_n=n, shape_k=k, weight_schema=schema, input_schema=rows,
         num_experts=case.experts, torch_dtype=torch.bfloat16, tensors=loaded, **PADDING,
     )  # fmt: skip
     transform.check_and_pad_tensors(config, loaded)
     gemm = CONTIGUOUS if case.is_part else INDEXED
-    rows = [case.expected_rows(tokens) for tokens in (*SERVING_TOKENS, case.tokens)]
+    counts = [case.expected_rows(tokens) for tokens in (*SERVING_TOKENS, case.tokens)]
     every = tune.get_heuristics_config(layer_config=config, gemm_type=gemm)
-    tiles = [tile for tile in every if any(tile[0] < count <= tile[1] for count in rows)]
+    tiles = [tile for tile in every if any(tile[0] < count <= tile[1] for count in counts)]
     numbers = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm}
     return Plan(config, tiles, {"compute_config": json.dumps(numbers), "tuning_config": json.dumps(tiles)})
 
 
 def _compile(scheme: Scheme, case: ServingCase) -> None:
-    """Compile both layers' GEMMs, as their first calls would. Exceptions are dropped: the first call fails again, with
-    the reason.
-    """
+    """Compile both layers' GEMMs, as their first calls would. Exceptions are dropped: the first call fails again."""
     kernel: Any = importlib.import_module("humming.kernel.humming").HummingKernel
     with contextlib.suppress(Exception):
         for is_gate in (True, False):
@@ -156,11 +141,8 @@ class Linear:
         return rows, scales
 
     def __call__(self, rows: tuple[Tensor, Tensor | None], locks: Tensor, **options: Any) -> Tensor:
-        x, scales = rows
-        y: Tensor = self.forward.humming_forward(
-            self.config, inputs=x, input_scale=scales, locks=locks, **self.tensors, **self.options, **options
-        )
-        return y
+        given = {"inputs": rows[0], "input_scale": rows[1], "locks": locks}
+        return self.forward.humming_forward(self.config, **given, **self.tensors, **self.options, **options)
 
 
 class Layers:
@@ -188,7 +170,7 @@ class Layers:
         of1, of2 = (dict(zip(names, aligned[block], strict=True)) for block in blocks)
         h = self.fc1(self.fc1.rows(b.x), self.locks, top_k=self.case.top_k, valid_shape_m=rows, **of1)
         y = self.fc2(self.fc2.rows(h, **SWIGLU), self.locks, top_k=1, valid_shape_m=rows, **of2)
-        return self._sums(y, b, b.ids, by_choice=True)
+        return self.around.weighted_sums(y, b.ids, b.weights, b.out, by_choice=True)
 
     def _contiguous(self, b: Batch, routing: glulam.Routing, rows: int) -> Tensor:
         """Run the experts on rows sorted by expert; rows of experts on other GPUs are left out."""
@@ -199,17 +181,12 @@ class Layers:
         scattered = self.fc1.rows(b.x, outputs=x, layout="scatter", scatter_idx=routing.row_of, num_valid_tokens=count)
         h = self.fc1(scattered, self.locks, **options)
         y = self.fc2(self.fc2.rows(h, num_valid_tokens=count, **SWIGLU), self.locks, **options)
-        return self._sums(y, b, routing.row_of, by_choice=False)
-
-    def _sums(self, y: Tensor, b: Batch, places: Tensor, *, by_choice: bool) -> Tensor:
-        sums: Tensor = self.around.weighted_sums(y, places, b.weights, b.out, by_choice=by_choice)
-        return sums
+        return self.around.weighted_sums(y, routing.row_of, b.weights, b.out, by_choice=False)
 
 
 def peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Experts]:
-    """Return Humming's experts by every scheme, with GEMMs compiled for these models where a recipe asks for them.
-
-    Raises ImportError if the package cannot be imported.
+    """Return Humming's experts by the schemes that recipes ask for, with GEMMs compiled for these models. Raises
+    ImportError if the package cannot be imported.
     """
     importlib.import_module("humming.forward")
     wanted = [scheme for scheme in SCHEMES if set(scheme.recipes) & set(recipes)]

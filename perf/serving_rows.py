@@ -19,9 +19,7 @@ def _align(  # type: ignore[no-untyped-def]
     offs, token_of_row, ids, sorted_ids, expert_ids, total, num_choices, num_experts,
     K: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Write one block of rows of one expert for each program. MOST, EXPERTS: the powers of two at or above BLOCK and
-    num_experts.
-    """
+    """Write one expert's block of rows for each program. MOST, EXPERTS: powers of two at or above BLOCK, num_experts."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
@@ -48,9 +46,7 @@ def _align(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum(y, places, weights, out, hidden, K: tl.constexpr, BY_CHOICE: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write COLUMNS columns of one token's weighted sum for each program; a choice whose place is negative adds
-    nothing.
-    """
+    """Write COLUMNS columns of a token's weighted sum for each program; a choice with a negative place adds nothing."""
     token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(K):

@@ -20,9 +20,7 @@ FP8_BLOCK = [128, 128]
 
 
 def _of_world(case: ServingCase, b: Batch) -> dict[str, Any]:
-    """Return the arguments that tell vLLM about other GPUs' experts: ids count all GPUs' experts, and a map leads to
-    those here.
-    """
+    """Return the arguments about other GPUs' experts: ids count all GPUs' experts, and a map leads to those here."""
     return {"global_num_experts": case.world, "expert_map": b.expert_map}
 
 

@@ -24,24 +24,21 @@ from ffi_bridge import toolchain
 ROOT = Path(__file__).resolve().parents[1]
 UNKNOWN = "unknown"
 SMI_FIELDS = {
-    "driver": "driver_version",
-    "sm_clock_mhz": "clocks.sm",
-    "sm_clock_max_mhz": "clocks.max.sm",
-    "memory_clock_mhz": "clocks.mem",
-    "power_w": "power.draw",
-    "temperature_c": "temperature.gpu",
-}
+    "driver": "driver_version", "sm_clock_mhz": "clocks.sm", "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem", "power_w": "power.draw", "temperature_c": "temperature.gpu",
+}  # fmt: skip
+PEERS = ("sonic-moe", "flashinfer-python", "transformers", "megatron-core", "humming-kernels", "vllm")
+"""Packages whose versions a stamp names where they are installed."""
 FOLLOWED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
 PERIOD_MS = 20
 
 
 def _output_of(command: list[str]) -> str | None:
     """Return what a command printed; None if the command is missing or fails."""
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        return done.stdout.strip()
+    return None
 
 
 def git_commit() -> str:
@@ -63,11 +60,9 @@ def quack_version() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of everything that a time depends on; "unknown" for what is not installed as a
-    distribution.
-    """
+    """Return the versions of all that a time depends on; "unknown" for what is not installed as a distribution."""
     found, peers = {name: version or UNKNOWN for name, version in toolchain.versions().items()}, {}
-    for name in ("sonic-moe", "flashinfer-python", "transformers", "megatron-core", "humming-kernels", "vllm"):
+    for name in PEERS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             peers[name] = metadata.version(name)
     return {
@@ -87,33 +82,25 @@ def smi_query(fields: Iterable[str]) -> list[str]:
     return ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
 
 
-def _smi() -> dict[str, str]:
-    line = _output_of(smi_query(SMI_FIELDS.values()))
-    values = line.splitlines()[0].split(", ") if line else [UNKNOWN] * len(SMI_FIELDS)
-    return dict(zip(SMI_FIELDS, values, strict=False))
-
-
-def _under_load() -> dict[str, str]:
-    """Return nvidia-smi's readings while matrix products run: an idle GPU lowers its clocks."""
+def _gpu() -> dict[str, Any]:
+    """Return the GPU's name and SMs, and nvidia-smi's readings while matrix products run: an idle GPU lowers its
+    clocks.
+    """
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(1000):  # about 1.4 s on an H200, longer than nvidia-smi takes
         a @ a
-    readings = _smi()
+    line = _output_of(smi_query(SMI_FIELDS.values()))
     torch.cuda.synchronize()
-    return readings
-
-
-def _gpu() -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"gpu": properties.name, "sms": str(properties.multi_processor_count), **_under_load()}
+    values = line.splitlines()[0].split(", ") if line else [UNKNOWN] * len(SMI_FIELDS)
+    readings = dict(zip(SMI_FIELDS, values, strict=False))
+    return {"gpu": properties.name, "sms": str(properties.multi_processor_count), **readings}
 
 
 def make_stamp(command: str, commit: str | None = None, device: str = "cuda") -> dict[str, Any]:
-    """Return the stamp: commit, command, date (UTC), GPU, driver, clocks under load and versions.
+    """Return the stamp: commit (None: git's answer), command, date (UTC), GPU, driver, clocks under load and versions.
 
-    Args:
-        commit: overrides git's answer.
-        device: "cuda", or "cpu" for a measurement without a GPU.
+    device: "cuda", or "cpu" for a measurement without a GPU.
     """
     return {
         "commit": commit or git_commit(),
@@ -126,9 +113,7 @@ def make_stamp(command: str, commit: str | None = None, device: str = "cuda") ->
 
 
 class Reading(NamedTuple):
-    """One reading of nvidia-smi: SM clock, power, and whether the power limit holds the clock down (0 or 1; in a mean,
-    a share).
-    """
+    """A reading of nvidia-smi: SM clock, power, and whether (in a mean, how often) the power limit holds the clock."""
 
     mhz: float
     watts: float
@@ -153,9 +138,7 @@ class Readings:
         """Return the mean of the readings between two times. Raises RuntimeError if there are none."""
         found = [reading for at, reading in self.taken if begin <= at <= end]
         if not found:
-            raise RuntimeError(
-                f"nvidia-smi gave none of {', '.join(FOLLOWED)}; the power suite needs a driver that does"
-            )
+            raise RuntimeError(f"nvidia-smi gave none of {', '.join(FOLLOWED)}, which the power suite needs")
         return Reading(*(sum(values) / len(found) for values in zip(*found, strict=True)))
 
 

@@ -72,9 +72,7 @@ def targets_of(record: dict[str, Any]) -> Targets:
 
 
 def copy_target(record: dict[str, Any]) -> float | None:
-    """Return the target of a decoding record of FC1 or FC2, as a share of a device copy's rate; None for other
-    records.
-    """
+    """Return the target of a decoding record of FC1 or FC2, as a share of a device copy's rate; None of others."""
     return DECODE_COPY if record["case"]["name"].endswith("decode") and record["op"] in ("fc1", "fc2") else None
 
 
@@ -89,9 +87,7 @@ def fp8_targets(model: str) -> dict[tuple[str, str], float]:
 
 
 def portable_targets(model: str) -> Targets:
-    """Return the targets of portable kernels in a case, by the measure that `tables_recipes.reached` uses for the
-    case.
-    """
+    """Return the targets of portable kernels in a case, by the measures of `tables_recipes.reached`."""
     if model.endswith("decode"):
         return _PORTABLE_DECODE
     return {MMA_ALONE: _PORTABLE_MMA[model]} if model in _PORTABLE_MMA else {}

@@ -98,8 +98,8 @@ def measure_device(
 
 
 def measure_host(items: Mapping[str, Run], budget_s: float) -> Times:
-    """Return the host time until each item returns, in microseconds; the items take turns, without the garbage
-    collector's pauses.
+    """Return the host time until each item returns, in microseconds; the items take turns, without pauses to collect
+    garbage.
     """
     with no_garbage_collection():
         return in_turns({name: host_sampler(item) for name, item in items.items()}, budget_s)
@@ -161,9 +161,7 @@ def launch_nothing() -> None:
 
 
 def measure_limits() -> dict[str, float]:
-    """Measure the machine's limits: cuBLAS BF16 8192^3 (TF/s), device copy (TB/s, read plus written), one launch's host
-    time (us).
-    """
+    """Measure the machine's limits: cuBLAS BF16 8192^3, a device copy (read plus written), one launch's host time."""
     a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, source = torch.empty_like(a), torch.empty(COPY_BYTES, device="cuda", dtype=torch.uint8).random_()
     target = torch.empty_like(source)
