@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script has onl
 from perf import plots, results, tables
 from perf.__main__ import show as show_table
 from perf.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUITE = "training-curves"
 WINDOW = 20  # steps that a smoothed loss averages over
@@ -44,7 +47,8 @@ class Distance(NamedTuple):
 
 def smoothed(losses: list[float], window: int = WINDOW) -> list[float]:
     """Return for each step the mean of the last `window` losses; at the start, of as many as there are."""
-    return plots.smoothed(losses, window)
+    spans = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
+    return [sum(span) / len(span) for span in spans]
 
 
 def distance(losses: list[float], reference: list[float]) -> Distance:
@@ -142,6 +146,29 @@ def save(result: Result, path: Path, console: Console) -> None:
         console.print(f"no matplotlib, so no plot: `python {__file__} {path}` draws it where there is", soft_wrap=True)
 
 
+def draw(result: Result) -> Figure:
+    """The losses of training runs over each other, and the differences of their means from the first run's."""
+    runs, window = [record for record in result["records"] if "loss" in record], result["records"][-1]["window"]
+    first = smoothed(runs[0]["loss"], window)
+    figure = plots.new_figure(8.0, 6.0)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    for number, run in enumerate(runs):
+        # Each curve is thinner than the one that it covers, so that both are seen.
+        style: dict[str, Any] = {"linewidth": 1 + 5 * (len(runs) - 1 - number) / len(runs), "alpha": 0.8}
+        above.plot(run["loss"], color=f"C{number}", label=f"{run['run']} (held out: {run['held_out']:.4f})", **style)
+        if number:
+            apart = [a - b for a, b in zip(smoothed(run["loss"], window), first, strict=True)]
+            below.plot(apart, color=f"C{number}", linewidth=1.2, label=run["run"])
+    above.set_ylabel("loss, nats a byte")
+    above.set_title(f"{result['stamp']['gpu']}, commit {result['stamp']['commit'][:12]}")
+    below.set_ylabel(f"minus {runs[0]['run']}")
+    below.set_xlabel(f"step (differences are of means over {window} steps)")
+    below.axhline(0, color="C0", linewidth=0.8)
+    for axes in (above, below):
+        axes.legend()
+    return figure
+
+
 def plot(result: Result, path: Path) -> None:
     """Write both panels, the losses and their differences from the first run's, in the format of path's suffix.
 
@@ -151,7 +178,7 @@ def plot(result: Result, path: Path) -> None:
     """
     if result["suite"] not in results.TRAINING:
         raise ValueError(f"the suite {result['suite']!r} has no curves; these have: {', '.join(results.TRAINING)}")
-    plots.save(partial(plots.draw_curves, result), path)
+    plots.save(partial(draw, result), path)
 
 
 def main(

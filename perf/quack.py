@@ -9,7 +9,6 @@ tunes for every routing anew ("quack retuned"), as nobody can whose routing chan
 from __future__ import annotations
 
 import collections
-import dataclasses
 import importlib
 import os
 import time
@@ -33,17 +32,9 @@ TUNING_ROUNDS = 3
 ENQUEUE_US = 200.0  # its backward calls allocate, reset a counter and reduce: five launches from Python
 
 Config = Any  # quack.gemm_config.GemmConfig; None is the library's default
+Tuning = dict[str, Any]
+"""A choice: the winner, and how many configurations were timed, and how many failed or were not ready."""
 Run = Callable[[Config, int], object]  # a configuration, and the number of the call
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """One choice: the winner, and how many configurations were timed, and how many failed or were not ready."""
-
-    config: str
-    timed: int
-    left_out: int
-    seconds: float
 
 
 def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float]) -> list[int]:
@@ -76,7 +67,8 @@ def fastest(
     calls = {str(number): partial(run, configs[number]) for number in ready}
     times = measure_device(calls, 0.0, ENQUEUE_US, TUNING_ROUNDS)
     best = configs[min(ready, key=lambda number: times[str(number)]["median_us"])]
-    return best, Tuning(str(best), len(ready), len(configs) - len(ready), round(clock() - started, 2))
+    counts = {"timed": len(ready), "left_out": len(configs) - len(ready)}
+    return best, {"config": str(best), **counts, "seconds": round(clock() - started, 2)}
 
 
 class Quack:
@@ -111,19 +103,18 @@ class Quack:
         b = sets[0]
         key = (kernel, *b.x.shape, *b.w1.shape, *(b.sizes if self.mode == "retuned" else ()))
         if key not in self.kept:
-            cache = importlib.import_module("quack.cache")
 
             def run(config: Config, number: int) -> object:
                 return self._run(kernel, sets[number % len(sets)], config)
 
-            self.kept[key] = fastest(run, self.spaces[kernel], cache)
+            self.kept[key] = fastest(run, self.spaces[kernel], importlib.import_module("quack.cache"))
         return self.kept[key]
 
     def tunings(self, op: str, sets: Sequence[Any]) -> dict[str, Any]:
         """Return the records of the choices made for an operation, by kernel; empty if nothing was tuned."""
         kernels = ("fc1", "fc2") if op == "mlp" else (op,)
         chosen = {kernel: self._choice(kernel, sets)[1] for kernel in kernels}
-        return {kernel: dataclasses.asdict(tuning) for kernel, tuning in chosen.items() if tuning}
+        return {kernel: tuning for kernel, tuning in chosen.items() if tuning}
 
     def prepared(self, op: str, sets: Sequence[Any]) -> Callable[[Any], Any]:
         """Tune the kernels of an operation; return the operation as a function of one set of tensors."""

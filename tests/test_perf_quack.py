@@ -160,7 +160,7 @@ def test_the_fastest_configuration_is_used_from_then_on(api):
 
 def test_tuned_keeps_its_choice_for_a_shape_and_retuned_does_not(api, monkeypatch):
     chosen = itertools.count()
-    monkeypatch.setattr(quack, "fastest", lambda *_: (None, quack.Tuning(str(next(chosen)), 1, 0, 0.0)))
+    monkeypatch.setattr(quack, "fastest", lambda *_: (None, {"config": str(next(chosen))}))
     problems = [buffers(routing=routing) for routing in ("uniform", "dirichlet", "uniform")]
     problems.append(buffers(rows=2 * CASE.rows))
     for mode, wanted in (("tuned", ["0", "0", "0", "1"]), ("retuned", ["2", "3", "2", "4"])):
@@ -203,7 +203,7 @@ def test_configurations_are_awaited_and_what_fails_is_left_out(api, monkeypatch)
     run = Compiling(fails=["a"])
     config, tuning = fastest(run, "abc", monkeypatch)
     assert config.name == "b" and run.attempts == {"b": 3, "c": 3}
-    assert (tuning.timed, tuning.left_out) == (2, 1)
+    assert (tuning["timed"], tuning["left_out"]) == (2, 1)
 
 
 def test_compiling_has_an_end(api, monkeypatch):

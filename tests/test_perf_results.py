@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from examples import training_curves
 from glulam.tuner.timing import Summary
 from perf import __main__ as cli
 from perf import cells, plots, report, results, tables
@@ -257,7 +258,7 @@ def test_plots_are_drawn_and_do_not_change(tmp_path):
     overview_of = report.overview([MADE["forward"], MADE["host"]])
     draws = {
         "overview.svg": (lambda: plots.draw_overview(overview_of), b"torch 4.00"),
-        "curves.svg": (lambda: plots.draw_curves(STORED["megatron-alltoall-h200"]), b"sequential"),
+        "curves.svg": (lambda: training_curves.draw(STORED["megatron-alltoall-h200"]), b"sequential"),
     }
     for name, (draw, text) in draws.items():
         plots.save(draw, tmp_path / name)
