@@ -11,15 +11,14 @@ from examples import training_curves
 from glulam.tuner.timing import Summary
 from perf import __main__ as cli
 from perf import cells, plots, report, results, tables
-from perf.cases import DECODE, DEEPSEEK, MIXTRAL, PUBLISHED, QWEN3, SONIC
+from perf.cases import DECODE, DEEPSEEK, MIXTRAL, PUBLISHED, QWEN3, SONIC, ServingCase
 from perf.suites import SUITES, function_of
 from perf.targets import HOST_OURS, target
 
 LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
 STAMP = {
-    "commit": "0123456789abcdef", "command": "python -m perf forward", "date": "2026-01-01T00:00:00+00:00",
-    "gpu": "NVIDIA H200", "sms": "132", "host": "x86_64", "driver": "580", "sm_clock_mhz": "1700",
-    "sm_clock_max_mhz": "1980", "memory_clock_mhz": "3201", "power_w": "690", "temperature_c": "60",
+    "commit": "0123456789abcdef", "command": "python -m perf forward", "date": "2026-01-01", "gpu": "NVIDIA H200",
+    "driver": "580", "sm_clock_mhz": "1700", "sm_clock_max_mhz": "1980", "power_w": "690",
     "versions": {"torch": "2.11.0"},
 }  # fmt: skip
 LAYER = PUBLISHED[1]
@@ -41,17 +40,18 @@ def result(suite, *records):
     return results.make_result(suite, STAMP, LIMITS, list(records))
 
 
-def layer_of(tokens, **more):
-    return {"name": "m", "tokens": tokens, "hidden": 128, "intermediate": 64, "experts": 8, "top_k": 2, **more}
-
-
 def serving(op, tokens, **medians):
-    work = {"flop": 10**6, "bytes": 10**8}
-    return {"case": layer_of(tokens, world_experts=64), "op": op, **work, "times": times(**medians)}
+    case = ServingCase("m", tokens, 128, 64, 8, 2, world_experts=64)
+    return record(case, op, {"flop": 10**6, "bytes": 10**8}, **medians)
 
 
 def layer(mode, left_out, case=LAYER, **medians):
     return {**record(case, "forward", {"flop": case.flop("forward"), "mode": mode}, **medians), "left_out": left_out}
+
+
+def compared(routing, **medians):
+    work = {"form": "grouped_glu", "flop": MIXTRAL.flop("fc1"), "bytes": MIXTRAL.bytes("fc1", 8)}
+    return record(dataclasses.replace(MIXTRAL, routing=routing), "fc1", work, **medians)
 
 
 HOST = {"op": "host", "times": times(**{HOST_OURS: 12.5, "torch mlp (out allocated)": 50.0})}
@@ -78,8 +78,8 @@ MADE = {
     ),
     "compare": result(
         "compare",
-        record(MIXTRAL, "fc1", {"form": "grouped_glu", "flop": MIXTRAL.flop("fc1"), "bytes": MIXTRAL.bytes("fc1", 8)},
-               dense=2792.0, t128=2800.0, t64=3000.0),
+        compared("uniform", dense=2792.0, t128=2800.0, t64=3000.0),
+        compared("zipf", dense=2792.0, t64=2792.0),
     ),
     "layer": result(
         "layer",
@@ -114,7 +114,13 @@ CELLS = [
     ("serving", 0, 1, 3, ("150 (0.75x)", "-")),
     ("serving", 2, 0, 0, ("bf16", "first", "0.75", "1.00", "1 of 2")),
     ("serving", 2, 1, 0, ("bf16", "second", "0.90", "0.90", "0 of 1")),
-    ("compare", 0, 1, 0, ("t128", "2800*", "0.997", "687 TF/s (88 %)")),
+    ("compare", 0, 0, 0, ("dense", "2792", "-", "689 TF/s (88 %)", "2792", "-", "689 TF/s (88 %)")),
+    ("compare", 0, 1, 0, ("t128", "2800*", "0.997", "687 TF/s (88 %)", "-", "-", "-")),
+    ("compare", 0, 2, 0, ("t64", "3000", "0.931", "641 TF/s (82 %)", "2792*", "1.000", "689 TF/s (88 %)")),
+    ("layer", 0, 0, 2, ("eager", "1250 ± 10.0 %", "247 TF/s (32 %)", "2000 (1.60x)", "wrong")),
+    ("layer", 0, 1, 2, ("graph", "1000 ± 10.0 %", "309 TF/s (40 %)", "failed", "-")),
+    ("layer", 0, 2, 2, ("eager", "wrong", "-", "9000", "-")),
+    ("layer", 1, 0, 4, ("SonicMoE", "wrong, relative error 0.4")),
 ]
 """Suite, table, row, first column, and the cells from there on."""
 
@@ -125,7 +131,7 @@ def test_cells_are_what_records_say(suite, number, row, first, wanted):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_results_survive_the_disk_and_their_tables_are_rectangular(tmp_path, name):
+def test_results_survive_the_disk_and_their_tables_are_rectangular_and_show(tmp_path, name, capsys):
     path = tmp_path / "new" / "one.csv"
     results.write(ALL[name], path)
     (got,) = results.read_all(path.parent)
@@ -133,6 +139,9 @@ def test_results_survive_the_disk_and_their_tables_are_rectangular(tmp_path, nam
     made = tables.tables_of(got)
     assert made == tables.tables_of(ALL[name])
     assert all(table.rows and all(len(row) == len(table.header) for row in table.rows) for table in made)
+    for table in made:
+        cli.show(table, cli._console())
+    assert made[0].header[0] in capsys.readouterr().out
     first = path.read_text()
     results.write(got, path)
     assert path.read_text() == first
@@ -175,13 +184,10 @@ case.name,op,losses,ok,contestant,times.us,left_out
     assert other == second and last == none and got["case"] == {"name": "a, b"}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [("odd.csv", "a,b\n", "not a 'perf result"), ("odd.csv", "", "not a")],
-)
-def test_a_file_of_another_kind_is_refused_by_name(tmp_path, name, content, why):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"{name} is {why}.*; measure it again"):
+@pytest.mark.parametrize("content", ["a,b\n", ""])
+def test_a_file_of_another_kind_is_refused_by_name(tmp_path, content):
+    (tmp_path / "odd.csv").write_text(content)
+    with pytest.raises(ValueError, match="odd.csv is not a 'perf result.*; measure it again"):
         results.read_all(tmp_path)
 
 
@@ -205,16 +211,6 @@ def test_targets_know_peers_routings_and_operations():
     assert of(DECODE[0], "fc2", "torch", "zipf") == 1.35 and of(QWEN3, "mlp", "torch") is None
     assert of(MIXTRAL, "dw2", "dense") == 0.9 and of(QWEN3, "dw2", "dense") is None
     assert of(SONIC, "layer", "torch") == 1.25 and of(DEEPSEEK, "layer", "torch") is None
-
-
-def test_layer_tables_show_who_was_wrong():
-    (forward, left_out, *_) = tables.tables_of(MADE["layer"])
-    assert forward.header[3:] == ("glulam us", "rate (of limit)", "torch us", "SonicMoE us")
-    eager, graph, sonic = forward.rows
-    assert eager[2:4] == ("eager", "1250 ± 10.0 %") and eager[5:] == ("2000 (1.60x)", "wrong")
-    assert graph[2:4] == ("graph", "1000 ± 10.0 %") and graph[5:] == ("failed", "-")
-    assert sonic[3:] == ("wrong", "-", "9000", "-")
-    assert ("SonicMoE", "wrong, relative error 0.4") in [row[-2:] for row in left_out.rows]
 
 
 # Pages, plots, console
@@ -275,13 +271,6 @@ def test_without_matplotlib_drawing_says_what_is_missing(monkeypatch, tmp_path):
     results.write(MADE["compare"], tmp_path / "compare.csv")
     (tmp_path / "main.md").write_text(report.BEGIN + report.END)
     assert len(report.write_report(tmp_path, tmp_path / "main.md")) == 2  # the pages, and no plot
-
-
-def test_tables_show_on_a_console(capsys):
-    for made in MADE.values():
-        for table in tables.tables_of(made):
-            cli.show(table, cli._console())
-    assert "4200 (1.50x)" in capsys.readouterr().out
 
 
 # The overview

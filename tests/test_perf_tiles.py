@@ -90,14 +90,5 @@ def test_the_sweep_covers_the_models_and_leaves_out_what_is_too_large():
     assert len({case.name for case, _ in todo}) == 10
     assert {case.rows // case.experts for case, _ in todo} == {1 << d for d in range(13)}
     for case, contest in todo:
-        assert tiles.case_bytes(case, contest.op) <= tiles.MAX_BYTES and len(contest.competing) == 2
+        assert case.bytes(contest.op, case.experts) <= tiles.MAX_BYTES and len(contest.competing) == 2
         assert tiles.rough_us(case, contest.op) <= tiles.MAX_US
-
-
-@pytest.mark.parametrize("op", tiles.FORWARD_AND_DGRAD)
-def test_bytes_are_those_of_the_tensors(op, cpu):
-    case = dataclasses.replace(MODELS[0], rows=24)
-    spec = next(contest.spec for _, contest in waiting(FakeBundle(SPECS), (op,)))
-    (made,) = compare.make_sets(case, op, spec, 1, "cpu")
-    gated_away = 2 * case.rows * case.intermediate if op == "fc1" else 0  # counted before the gate
-    assert tiles.case_bytes(case, op) - gated_away == made.work(case.experts)["bytes"]

@@ -92,22 +92,9 @@ def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED
     return path
 
 
-def columns_and_depth(case: Case, op: str) -> tuple[int, int]:
-    """Return (N, K) of an expert's GEMM: columns of the result before the gate, and the contracted dimension."""
-    hidden, inner = case.hidden, case.intermediate
-    return {"fc1": (2 * inner, hidden), "fc2": (hidden, inner), "dgrad": (hidden, 2 * inner)}[op]
-
-
-def case_bytes(case: Case, op: str) -> int:
-    """Return the bytes of all tensors, of 16 bits an element, each read or written once."""
-    columns, depth = columns_and_depth(case, op)
-    return 2 * (case.experts * columns * depth + case.rows * (columns + depth))
-
-
 def rough_us(case: Case, op: str) -> float:
     """Estimate a good kernel's microseconds from the machine's limits."""
-    flop = 2 * case.rows * math.prod(columns_and_depth(case, op))
-    return max(case_bytes(case, op) / BYTES_PER_US, flop / FLOP_PER_US) + LAUNCH_US
+    return max(case.bytes(op, case.experts) / BYTES_PER_US, case.flop(op) / FLOP_PER_US) + LAUNCH_US
 
 
 def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]]:
@@ -118,7 +105,7 @@ def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]
         (case, contest)
         for contest in contests(chosen, options.ops or FORWARD_AND_DGRAD)
         for case in cases
-        if case_bytes(case, contest.op) <= MAX_BYTES and rough_us(case, contest.op) <= MAX_US
+        if case.bytes(contest.op, case.experts) <= MAX_BYTES and rough_us(case, contest.op) <= MAX_US
     ]
     return sorted(found, key=lambda each: (each[0].rows // each[0].experts).bit_length() % 2 == 0)
 
@@ -131,7 +118,7 @@ def right_kernels(case: Case, contest: Contest) -> list[str]:
 
 
 def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> Record:
-    """Return the record: the GEMM as the dispatcher describes it, its work, and each tile's median microseconds."""
+    """Return the record: the GEMM (columns N before the gate, depth K), its work, and each tile's median in us."""
     sets = make_sets(case, contest.op, contest.spec, MAX_COPIES)
     calls = min(math.ceil(SAMPLE_US / rough_us(case, contest.op)), MAX_CALLS_PER_SAMPLE)
     samplers = {}
@@ -140,18 +127,11 @@ def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> 
         call(0)
         samplers[one.name] = partial(device_us, call, calls, ENQUEUE_US)
     times = in_turns(samplers, budget_s, MIN_ROUNDS, MAX_ROUNDS)
-    columns, depth = columns_and_depth(case, contest.op)
-    return {
-        "model": case.name,
-        "op": contest.op,
-        "routing": case.routing,
-        "experts": case.experts,
-        "n": columns,
-        "k": depth,
-        "rows_per_expert": case.rows // case.experts,
-        **sets[0].work(sum(size > 0 for size in group_sizes(case))),
-        "us": {name: time["median_us"] for name, time in times.items()},
-    }
+    hidden, inner = case.hidden, case.intermediate
+    n, k = {"fc1": (2 * inner, hidden), "fc2": (hidden, inner), "dgrad": (hidden, 2 * inner)}[contest.op]
+    of_case = {"model": case.name, "op": contest.op, "routing": case.routing, "experts": case.experts, "n": n, "k": k}
+    work = {"rows_per_expert": case.rows // case.experts, **sets[0].work(sum(size > 0 for size in group_sizes(case)))}
+    return {**of_case, **work, "us": {name: time["median_us"] for name, time in times.items()}}
 
 
 def measure_all(waiting: list[tuple[Case, Contest]], budget_s: float) -> Iterator[Record]:
