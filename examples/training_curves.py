@@ -21,7 +21,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script has only its own folder on the path
 
-from perf import plots, results, tables
+from perf import report, results, tables
 from perf.__main__ import show as show_table
 from perf.results import Result
 
@@ -150,7 +150,7 @@ def draw(result: Result) -> Figure:
     """The losses of training runs over each other, and the differences of their means from the first run's."""
     runs, window = [record for record in result["records"] if "loss" in record], result["records"][-1]["window"]
     first = smoothed(runs[0]["loss"], window)
-    figure = plots.new_figure(8.0, 6.0)
+    figure = report.new_figure(8.0, 6.0)
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     for number, run in enumerate(runs):
         # Each curve is thinner than the one that it covers, so that both are seen.
@@ -178,7 +178,7 @@ def plot(result: Result, path: Path) -> None:
     """
     if result["suite"] not in results.TRAINING:
         raise ValueError(f"the suite {result['suite']!r} has no curves; these have: {', '.join(results.TRAINING)}")
-    plots.save(partial(draw, result), path)
+    report.save(partial(draw, result), path)
 
 
 def main(

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
-from .plots import draw_overview, save
 from .results import RESULTS, Record, Result, default_path, read_all
 from .tables import tables_of
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MODEL, ROUTING = "Qwen3-30B-A3B", "uniform"
 TITLE = f"One MoE layer of {MODEL}, the same rows for every expert"
@@ -28,6 +30,10 @@ FP8_PEERS = {BF16: "BF16", TORCH_FP8: "torch's FP8"}
 HOST_PEERS = {"torch mlp (out allocated)": "torch", "quack default mlp (out given)": "QuACK"}
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+SETTINGS = {"svg.hashsalt": "glulam", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True, "grid.alpha": 0.3}
+TORCH = "#d1495b"  # in any of its ways
+COLOURS = {"QuACK": "#e6a700", "BF16": "#7a7a7a"}
+BAR = 0.8  # height of all bars of a line together, over the distance between two lines
 NOTHING = "Nothing has been measured yet."
 HEAD = """# Measured
 
@@ -125,6 +131,44 @@ def overview_table(lines: list[Line]) -> Table:
     peers = ["; ".join(starmap(_peer, line.peers.items())) for line in lines]
     heads = [(line.what, microseconds(line.us), line.rate) for line in lines]
     return Table(TITLE, HEADER, [(*head, shown) for head, shown in zip(heads, peers, strict=True)])
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure. Raises RuntimeError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(f"drawing needs matplotlib ({error}); pip install 'glulam[plots]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_overview(lines: list[Line]) -> Figure:
+    """Each peer's time over ours, a layer of one model; right of the dotted line we are faster."""
+    figure = new_figure(7.0, 0.8 + 0.5 * len(lines))
+    axes = figure.subplots()
+    axes.set_axisbelow(True)
+    for place, line in enumerate(lines):
+        height = BAR / max(len(line.peers), 1)
+        for number, (title, ratios) in enumerate(line.peers.items()):
+            y = place + (number - (len(line.peers) - 1) / 2) * height
+            axes.barh(y, ratios[0], height, color=COLOURS.get(title, TORCH))
+            axes.text(ratios[0], y, f" {title} {ratios[0]:.2f}", va="center", fontsize=7)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(lines)), [line.what.replace("`", "") for line in lines])
+    axes.set_xlim(right=1.2 * max((ratios[0] for line in lines for ratios in line.peers.values()), default=1.0))
+    axes.invert_yaxis()
+    axes.set_xlabel("peer's time / ours")
+    return figure
+
+
+def save(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw and write a plot in the format of path's suffix. Raises RuntimeError without matplotlib."""
+    new_figure(1, 1)  # says what is missing
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context(SETTINGS):
+        draw().savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
 
 
 def markdown_table(table: Table) -> str:

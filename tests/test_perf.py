@@ -100,34 +100,35 @@ MIXTRAL_DIRICHLET = [2192, 379, 1390, 307, 653, 4, 1997, 1270]
 TINY_ZIPF = [23, 3, 6, 12, 3, 5, 4, 8]
 
 
+def sizes(routing, **changes):
+    return group_sizes(dataclasses.replace(QWEN3, routing=routing, **changes))
+
+
 def test_routings_are_as_skewed_as_their_names_say():
     skews = {routing: max_over_mean(dataclasses.replace(QWEN3, routing=routing)) for routing in ROUTINGS}
     assert skews["uniform"] == 1.0 and skews["dirichlet"] > 3.0 and skews["zipf"] > 10.0
     assert skews["one"] == QWEN3.experts
     assert routed([0, 0])["skew"]["max_over_mean"] == 0.0 and routed([3, 0, 0])["skew"]["empty_experts"] == 2
+    half = sizes("half-empty")
+    assert half.count(0) == QWEN3.experts // 2 and set(half) == {0, 2 * QWEN3.rows // QWEN3.experts}
 
 
 def test_a_routing_may_have_a_parameter():
-    def sizes(routing):
-        return group_sizes(dataclasses.replace(QWEN3, routing=routing))
-
     assert sizes("zipf:1.0") == sizes("zipf") and sizes("dirichlet:0.5") == sizes("dirichlet")
-    assert sizes("zipf:0") == sizes("uniform")
-    assert sizes("zipf") != group_sizes(dataclasses.replace(QWEN3, routing="zipf", seed=1))
-    with pytest.raises(ValueError, match="uniform has no parameter"):
-        sizes("uniform:2")
-    with pytest.raises(ValueError, match="'much' is not a number, as in 'zipf:1.0'"):
-        sizes("zipf:much")
+    assert sizes("zipf:0") == sizes("uniform") and sizes("zipf") != sizes("zipf", seed=1)
 
 
-def test_half_of_the_experts_may_be_empty():
-    sizes = group_sizes(dataclasses.replace(QWEN3, routing="half-empty"))
-    assert sizes.count(0) == QWEN3.experts // 2 and set(sizes) == {0, 2 * QWEN3.rows // QWEN3.experts}
-
-
-def test_unknown_routing_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="'zpif' is not known; choose one of: uniform"):
-        group_sizes(dataclasses.replace(TINY, routing="zpif"))
+@pytest.mark.parametrize(
+    ("routing", "why"),
+    [
+        ("uniform:2", "uniform has no parameter"),
+        ("zipf:much", "'much' is not a number, as in 'zipf:1.0'"),
+        ("zpif", "'zpif' is not known; choose one of: uniform"),
+    ],
+)
+def test_a_routing_that_makes_no_sense_is_refused_with_the_choices(routing, why):
+    with pytest.raises(ValueError, match=why):
+        sizes(routing)
 
 
 # Timing

@@ -13,13 +13,14 @@ from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
 from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, operands_of, to_dict
 from glulam.tuner.timing import Summary
-from perf import contest
+from perf import contest, tables
 from perf.cases import DEEPSEEK, PREFILL, Case, models, sweep
 from perf.options import Options
 from perf.suites import compare
 from perf.suites.compare import OPERATIONS, Contest
 
 CASE = Case("small", 5, 64, 128, 70, "dirichlet")
+LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
 
 
 class FakeBundle:
@@ -76,6 +77,8 @@ def test_every_operation_runs_every_kernel_that_serves_it(op, untimed):
     for of in compare.contests(found("*"), (op,)):
         (record,) = compare._measure(CASE, of, 1.0)
         assert len(record["errors"]) == len(of.competing)
+        table, _ = tables.tables_of({"suite": "compare", "limits": LIMITS, "records": [record]})
+        assert [row[0] for row in table.rows] == list(record["times"]) and compare.form_name(of.spec) in table.title
         assert max(record["errors"].values()) <= compare.MAX_RELATIVE_ERROR
 
 

@@ -10,7 +10,7 @@ import pytest
 from examples import training_curves
 from glulam.tuner.timing import Summary
 from perf import __main__ as cli
-from perf import cells, plots, report, results, tables
+from perf import cells, report, results, tables
 from perf.cases import DECODE, DEEPSEEK, MIXTRAL, PUBLISHED, QWEN3, SONIC, ServingCase
 from perf.suites import SUITES, function_of
 from perf.targets import HOST_OURS, target
@@ -253,21 +253,21 @@ def test_report_needs_its_marks(page):
 def test_plots_are_drawn_and_do_not_change(tmp_path):
     overview_of = report.overview([MADE["forward"], MADE["host"]])
     draws = {
-        "overview.svg": (lambda: plots.draw_overview(overview_of), b"torch 4.00"),
+        "overview.svg": (lambda: report.draw_overview(overview_of), b"torch 4.00"),
         "curves.svg": (lambda: training_curves.draw(STORED["megatron-alltoall-h200"]), b"sequential"),
     }
     for name, (draw, text) in draws.items():
-        plots.save(draw, tmp_path / name)
+        report.save(draw, tmp_path / name)
         before = (tmp_path / name).read_bytes()
         assert b"<svg" in before and text in before
-        plots.save(draw, tmp_path / name)
+        report.save(draw, tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
 
 
 def test_without_matplotlib_drawing_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RuntimeError, match=r"drawing needs matplotlib .*; pip install 'glulam\[plots\]'"):
-        plots.save(lambda: plots.draw_overview([]), tmp_path / "overview.svg")
+        report.save(lambda: report.draw_overview([]), tmp_path / "overview.svg")
     results.write(MADE["compare"], tmp_path / "compare.csv")
     (tmp_path / "main.md").write_text(report.BEGIN + report.END)
     assert len(report.write_report(tmp_path, tmp_path / "main.md")) == 2  # the pages, and no plot

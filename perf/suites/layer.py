@@ -30,7 +30,7 @@ from glulam.tuner.timing import Call, Sampler
 from .. import timing
 from ..cases import BYTES_PER_ELEMENT, FORWARD, PUBLISHED, QWEN3, TRAIN, LayerCase, layer_cases
 from ..cells import OURS
-from ..contest import Contestant, Measure, admitted, make_record, numbered, of_calls, or_left_out, records_of
+from ..contest import Contestant, Measure, admitted, contest, make_record, numbered, of_calls, or_left_out, records_of
 from ..layer import FLOOR, Layer, LayerData, contestants, layers, make_layer
 from ..mlp import BACKWARD_ERROR
 from ..options import Options, select_ops
@@ -272,11 +272,11 @@ def _measure_parts(parts: Iterator[Part], budget_s: float) -> list[Record]:
     """
     found = []
     for part in parts:
-        who = admitted(f"{part.case.label}, {part.name}", part.contestants())
-        if not who.left_out:
-            fields: Record = {"op": PARTS, "part": part.name, "flop": part.flop, "bytes": part.bytes}
-            fields["difference"] = max(who.errors.values(), default=0.0)
-            found.append(make_record(part.case, _part_times(who.calls, budget_s / 10), **fields))
+        fields: Record = {"op": PARTS, "part": part.name, "flop": part.flop, "bytes": part.bytes}
+        record = contest(part.case, part.contestants(), budget_s / 10, where=part.name, measure=_part_times, **fields)
+        errors = record.pop("errors")
+        if len(record["times"]) == len(part.calls):
+            found.append({**record, "difference": max(errors.values(), default=0.0)})
     return found
 
 
