@@ -25,7 +25,7 @@ from .timing import Run, Times, measure_device
 Results = tuple[Tensor, ...]
 Measure = Callable[[float], Iterable[Record]]
 TimesOf = Callable[[dict[str, Call], float], Times]
-"""Both measure for about so many seconds, and return records, or the times of the calls."""
+"""Functions of a number of seconds to measure for; they return records, or the times of calls."""
 PART_ELEMENTS = 2**28  # elements that are compared at once
 
 

@@ -196,7 +196,7 @@ class Layer:
         return partial(self.train if op == TRAIN else self.infer, d)
 
     def error(self, got: Results, d: LayerData, wanted: Callable[[str], Results]) -> float:
-        """Return the largest relative error on the first batch; of sorted rows, each token's sum is compared."""
+        """Return the largest relative error on the first batch; of sorted rows, tokens' sums and weights' gradients."""
         b, right = d.batches[0], wanted(self.glu_layout)
         if self.on_rows:
             sums = torch.zeros_like(b.x, dtype=torch.float32).index_add(0, b.token, got[0].float())

@@ -120,7 +120,7 @@ def error(result: Tensor, b: Buffers) -> float:
 
 
 def contestants(names: Sequence[str], sets: Sequence[Buffers]) -> Iterator[Contestant]:
-    """Yield the contestants. torch's FP8 may be left out; a recipe is left out only if the bundle lacks it."""
+    """Yield the contestants. torch's FP8 may fail or be wrong; a recipe is left out only if the bundle lacks it."""
     for name in names:
         yield Contestant(
             name, lambda name=name: rotating(mlp_by(name, sets), sets), partial(error, b=sets[0]),  # type: ignore[misc]

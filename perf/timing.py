@@ -25,7 +25,7 @@ SQUARE, COPY_BYTES, LIMITS_S = 8192, 2**32, 2.0
 
 Run = Callable[[], Any]
 Times = dict[str, dict[str, Any]]
-"""What was measured of each contestant, as a record holds it."""
+"""Measurements by contestant, as a record holds them."""
 
 
 def in_turns(

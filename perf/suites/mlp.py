@@ -34,7 +34,7 @@ TRAINING_ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and
 CALLS_PER_SAMPLE = 20
 SETTLING = 0.4  # share of a contestant's time alone in which clock and temperature settle
 WORK = {"backward": ("flop", "bytes"), "power": ("flop",)}
-"""What of the work a suite's records hold; for other suites nothing, since tables compute it from the case."""
+"""Work that a suite's records hold; other suites' records hold none, since tables compute it from the case."""
 
 
 @torch.no_grad()

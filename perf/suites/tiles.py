@@ -83,7 +83,7 @@ def text(table: dict[str, Any]) -> str:
 
 
 def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED) -> Path:
-    """Write the measurements that ship, made from a result file of this suite; return the path."""
+    """Write the table that ships, made from a result file; return its path. Raises ValueError for another suite's."""
     result = read(source)
     if result["suite"] != "tiles":
         raise ValueError(f"{source} is a result of suite {result['suite']!r}; a table is made of one of 'tiles'")
