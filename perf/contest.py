@@ -24,8 +24,9 @@ from .timing import Run, Times, measure_device
 
 Results = tuple[Tensor, ...]
 Measure = Callable[[float], Iterable[Record]]
+OfCase = Callable[[Any, float], Iterable[Record]]
 TimesOf = Callable[[dict[str, Call], float], Times]
-"""Functions of a number of seconds to measure for; they return records, or the times of calls."""
+"""Functions that measure for a number of seconds; they return records, of a case or not, or the times of calls."""
 PART_ELEMENTS = 2**28  # elements that are compared at once
 
 
@@ -148,13 +149,15 @@ def records_of(title: str, measures: Sequence[Measure], budget_s: float) -> list
     return records
 
 
-def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) -> Callable[[Options], list[Record]]:
-    """Return a suite's run function, which measures each of its cases for an equal share of the budget."""
+def over_cases(suite: str) -> Callable[[OfCase], Callable[[Options], list[Record]]]:
+    """Return a decorator of a function that measures one case, which makes of it the suite's function of options: each
+    of the suite's cases gets an equal share of the budget.
+    """
 
-    def run(options: Options) -> list[Record]:
+    def run(measure: OfCase, options: Options) -> list[Record]:
         return records_of(suite, [partial(measure, case) for case in cases_of(suite, options.case)], options.budget_s)
 
-    return run
+    return lambda measure: partial(run, measure)
 
 
 def numbered(call: Run) -> Call:

@@ -184,7 +184,7 @@ def test_l2_is_read_over_before_each_sample(monkeypatch):
 
 def test_the_budget_is_what_all_samples_take(run, monkeypatch):
     asked = []
-    monkeypatch.setattr(mlp, "measure_device", lambda calls, budget_s, enqueue_us: asked.append(budget_s) or {})
+    monkeypatch.setattr(mlp, "measure_device", lambda calls, budget_s: asked.append(budget_s) or {})
     monkeypatch.setattr(cases, "CASES", {"forward": (PREFILL, DECODE)})
     with played_gpu.install(monkeypatch):
         function_of("forward")(Options(budget_s=8.0, quack="off"))

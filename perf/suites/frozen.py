@@ -35,7 +35,7 @@ DEQUANTISED = "dequantised"
 MAX_RELATIVE_ERROR = 0.01
 """Bound of a gradient's distance from the dequantised weight's, in Frobenius norms; rounding alone is 0.002."""
 RANK, SCALE = 16, 2.0
-ADAPTERS_ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches
+STEP_TIMES = partial(measure_device, enqueue_us=6000.0)  # more than the host needs for a step of some forty launches
 ALONE, ADAPTED, MATERIALISED = "the layer alone", "lora", "materialised"
 QUANTISED = "mxfp4_weight_only"
 
@@ -69,7 +69,8 @@ def _of_step(name: str, b: Buffers) -> Steps:
     }
 
 
-def _measure_gradients(case: Case, budget_s: float) -> Iterator[Record]:
+@over_cases("frozen")
+def run_frozen(case: Case, budget_s: float) -> Iterator[Record]:
     """Yield one record for each recipe and operation."""
     b = make_buffers(case)[0]
     dh = torch.randn(len(b.x), b.w1.shape[1], device=b.x.device).to(b.x)
@@ -88,9 +89,6 @@ def _measure_gradients(case: Case, budget_s: float) -> Iterator[Record]:
             yield contest(case, contestants, share, b.sizes, where=f"{op}, {name}", op=op, recipe=name)
             PREPARED.clear()
             torch.cuda.empty_cache()
-
-
-run_frozen = over_cases("frozen", _measure_gradients)
 
 
 class Data(NamedTuple):
@@ -158,7 +156,8 @@ def _adapter_steps(d: Data) -> dict[str, Steps]:
     return made
 
 
-def _measure_adapters(case: LayerCase, budget_s: float) -> Iterator[Record]:
+@over_cases("lora")
+def run_lora(case: LayerCase, budget_s: float) -> Iterator[Record]:
     """Yield one record for each recipe."""
     d = make_data(case)
     for recipe, steps in _adapter_steps(d).items():
@@ -168,8 +167,4 @@ def _measure_adapters(case: LayerCase, budget_s: float) -> Iterator[Record]:
         fields: Record = {"recipe": recipe, "rank": RANK, "peak_bytes": peaks}
         *_, other = steps.values()
         contestants = of_calls(steps, ADAPTED, other, MAX_RELATIVE_ERROR)
-        measure = partial(measure_device, enqueue_us=ADAPTERS_ENQUEUE_US)
-        yield contest(case, contestants, budget_s / 2, where=recipe, measure=measure, **fields)
-
-
-run_lora = over_cases("lora", _measure_adapters)
+        yield contest(case, contestants, budget_s / 2, where=recipe, measure=STEP_TIMES, **fields)

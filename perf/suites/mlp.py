@@ -27,10 +27,10 @@ from ..options import Options, select_ops
 from ..quack import Quack, find_quack
 from ..results import Record
 from ..stamp import Readings, follow_gpu
-from ..timing import ENQUEUE_US, Times, forget_gradients, measure_device, peak_bytes
+from ..timing import Times, forget_gradients, measure_device, peak_bytes
 
-BACKWARD_ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches
-TRAINING_ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and backward, some thirty launches
+KERNEL_TIMES = partial(measure_device, enqueue_us=400.0)  # more than the host needs for torch's dglu, a dozen launches
+TRAINING_TIMES = partial(measure_device, enqueue_us=1000.0)  # likewise, for some thirty launches
 CALLS_PER_SAMPLE = 20
 SETTLING = 0.4  # share of a contestant's time alone in which clock and temperature settle
 WORK = {"backward": ("flop", "bytes"), "power": ("flop",)}
@@ -52,11 +52,10 @@ def measure_case(
             sizes: list[int] = sets[0].sizes
             work = {"flop": case.flop(op), "bytes": case.bytes(op, sum(size > 0 for size in sizes))}
             fields: Record = {"op": op, **{name: work[name] for name in WORK.get(suite, ())}}
-            enqueue_us = BACKWARD_ENQUEUE_US if op in KERNELS else ENQUEUE_US
             record = contest(
                 case, contestants(op, sets, quack, has_dense=not case.decode), budget_s / len(ops),
                 () if alone else sizes,  # which are even
-                where=op, measure=alone or partial(measure_device, enqueue_us=enqueue_us), **fields,
+                where=op, measure=alone or (KERNEL_TIMES if op in KERNELS else measure_device), **fields,
             )  # fmt: skip
             if quack and quack.name in record["times"]:
                 record["tuning"] = {quack.name: quack.tunings(op, sets)}
@@ -66,7 +65,7 @@ def measure_case(
 def run_in_turns(suite: str, known: Sequence[str], options: Options, alone: TimesOf | None = None) -> list[Record]:
     """Measure the contestants in turns, or each `alone`, and return one record for each (case, operation)."""
     of_case = partial(measure_case, suite, select_ops(known, options.ops), find_quack(options.quack), alone)
-    return over_cases(suite, of_case)(options)
+    return over_cases(suite)(of_case)(options)
 
 
 run_forward, run_decode, run_rows, run_skew = (
@@ -124,7 +123,8 @@ def needed_bytes(case: Case) -> int:
     return BYTES_PER_ELEMENT * case.rows * (case.hidden + 2 * case.intermediate) + 4 * case.rows
 
 
-def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
+@over_cases("train")
+def run_train(case: Case, budget_s: float) -> Iterator[Record]:
     """Yield the record of a case. Memory is measured before anything else runs, so that buffers which a library keeps
     for the next call count.
     """
@@ -136,11 +136,7 @@ def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
         "saved_bytes": {name: saved_bytes(call, d) for name, call in layers.items()},
         "needed_bytes": needed_bytes(case),
     }
-    measure = partial(measure_device, enqueue_us=TRAINING_ENQUEUE_US)
-    yield contest(case, contestants(LAYER, [d]), budget_s, d.sizes, where=LAYER, measure=measure, **fields)
-
-
-run_train = over_cases("train", _measure_training)
+    yield contest(case, contestants(LAYER, [d]), budget_s, d.sizes, where=LAYER, measure=TRAINING_TIMES, **fields)
 
 
 def run_fp8(options: Options) -> list[Record]:
@@ -152,4 +148,4 @@ def run_fp8(options: Options) -> list[Record]:
         yield contest(case, quantised.contestants(names, sets), budget_s, sets[0].sizes, op="mlp")
         PREPARED.clear()
 
-    return over_cases("fp8", measure)(options)
+    return over_cases("fp8")(measure)(options)

@@ -100,9 +100,8 @@ def contestants(case: Case, sets: Sequence[Buffers], alone: Call) -> Iterator[Co
     yield Contestant(MMA_ALONE, lambda: alone, required=True)
 
 
-def _measure(case: Case, budget_s: float) -> Iterator[Record]:
+@over_cases("portable")
+def run_portable(case: Case, budget_s: float) -> Iterator[Record]:
+    """Yield the record of a case."""
     sets, (alone, flop) = make_buffers(case), mma_alone()
     yield contest(case, contestants(case, sets, alone), budget_s, sets[0].sizes, op="mlp", mma_flop=flop)
-
-
-run_portable = over_cases("portable", _measure)
