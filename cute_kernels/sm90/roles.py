@@ -1,5 +1,7 @@
 """Roles of the warps of a `PersistentGemm` (persistent.py): what each warp does for every tile that it reads."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
@@ -8,7 +10,6 @@ from ..epilogue.shape import EpilogueShape, KernelEpilogue
 from ..schedule.work import WorkRing
 from ..tiles import TileConfig
 from .mainloop.base import AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA, Mainloop, MmaTile, Operands
-from .split_depth import SharedSums
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, Turns, share_of
 
 
@@ -92,7 +93,7 @@ class GemmRoles(Invariant):
     @cute.jit
     def _mma_role(
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: WorkRing, index: Int32, sums: SharedSums | None,
+        stages, ring: WorkRing, index: Int32, sums: Any,
     ):  # fmt: skip
         """Multiply and store tile by tile; run by each MMA warpgroup.
 
@@ -105,7 +106,7 @@ class GemmRoles(Invariant):
             stages: the pipeline of the stages (full and empty barriers).
             ring: the ring from which the scheduler's tiles are read.
             index: the warpgroup's index among the MMA warpgroups.
-            sums: exchange of sums between warpgroups that share the depth of a tile; None: they do not.
+            sums: the SharedSums of warpgroups that share the depth of a tile; None: they do not share it.
         """
         looks_ahead = mainloop.looks_ahead
         if const_expr(not mainloop.scales_are_ready):
