@@ -17,7 +17,9 @@ from torch import Tensor
 
 from cute_kernels.chains import signature_of
 from cute_kernels.formats import MXFP4, NVFP4, OPERANDS
+from cute_kernels.portable.configs import TILES
 from cute_kernels.signatures import stage_signature
+from cute_kernels.sm90.configs import DECODING_TILES
 from cute_kernels.specs import KINDS, LAYOUTS, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 from ffi_bridge import profiles
 from glulam.formats.words import words_of
@@ -106,7 +108,7 @@ def _assert_same(got: Tensor, wanted: Tensor) -> None:
 def test_its_kernels_ship_on_the_tiles_of_mxfp4() -> None:
     names = {"mm": [spec.name for spec in MM], "mlp": [spec.name for spec in MLP]}
     every = {spec.name for arch in ARCHS for spec in profiles.shipped_specs(arch, "full")}
-    assert len(names["mm"]) == 8 and all(found for found in names.values())
+    assert len(names["mm"]) == len((*DECODING_TILES[OPERANDS_NAME], *TILES)) and names["mlp"]
     for name in sum(names.values(), []):
         assert name.replace("_nvfp4w_", "_mxfp4w_") in every
 
