@@ -31,9 +31,6 @@ INNER: dict[str, Callable[..., Any]] = {one.__name__: one for one in (adapted_mm
 """Operators of LoRA's steps, which take `low` and `low_w` directly."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {**PUBLIC, **INNER}
 GROUPS = ("offs", "splits_int32", "splits_int64", "splits_list")
-LAYER = ("moe", "moe_of_choices", "permute", "combine", "route", "Routing.from_topk", "load_balancing_loss",
-         "router_z_loss")  # fmt: skip
-"""Functions of a layer, whose arguments have rows of tokens."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 CHOICES: dict[str, tuple[Any, ...]] = {
