@@ -44,7 +44,13 @@ class Dglu:
     ) -> DgluInputs:
         """Collect the epilogue's inputs.
 
-        numbers: the activation's constants limit, alpha and offset.
+        Args:
+            act: the result act [T, I]; only its number of columns is used.
+            preact: the preactivation that FC1 saved, [T, 2I], or [T, I] without a gate.
+            scale: the address of float32 [T], the row scale, by which act is multiplied; 0: none.
+            partials: the address of float32 [tiles of columns, T], to which the partial sums of the row scale's
+                gradient are written; 0: this gradient is not wanted.
+            numbers: the activation's constants limit, alpha and offset.
         """
         sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
         optional = OptionalInputs(Int64(0), Int64(0), scale)

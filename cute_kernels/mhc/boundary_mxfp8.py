@@ -1,6 +1,10 @@
 """The second kernel of a boundary's forward (boundary_finish.py) if x is wanted in MXFP8: E4M3 elements and E8M0
 scales.
 
+A boundary lies between two sublayers (boundary.py). u [T, D] is the mix of the residual streams after the first
+sublayer, and x = RMS norm of u = u r norm_weight is the input of the second one. Here r is 1 / (root mean square of the
+token's u).
+
 A thread has 8 columns of u. It makes x in the streams' dtype from them, then quantises x, so the result has the same
 bytes as `quantize_mxfp8` of x. Threads of the same block of 32 or 128 columns are neighbouring lanes; they exchange
 magnitudes by shuffles. A row's scales are collected in shared memory before they are stored. Otherwise a warp would

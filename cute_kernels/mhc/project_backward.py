@@ -5,17 +5,19 @@ n^2 + 2n outputs a token. f is a factor of each token that comes from the norm o
 The addends are further terms of d_x (`Streams`). The kernel here is for float32 streams, which it multiplies in TF32;
 the kernel in project_tiles.py is for 16-bit streams.
 
-A warp has the same columns for all of its tokens: 8 groups of 4 lanes, with 4 columns each. The weight's rows at these
-columns are MMA operands that never change, and the sums for d_weight stay in registers.
+A warp has the same 32 columns for all of its tokens. Its lanes form 8 groups of 4 neighbours. Each group has 4 of the
+columns, and every lane of the group has the same 4. The weight at these columns is an MMA operand that never changes,
+and the sums for d_weight stay in registers.
 
 For each tile of 16 tokens, a lane reads its columns of the four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4).
 They are its elements of the left operand of d_weight's product, whose contraction runs over tokens. d_x's product is
 made transposed, so that a lane gets exactly the elements that it read. So nothing passes through shared memory.
 
-    d_x^T        [16 columns, 8 tokens]   weight^T [columns, K]  times  dp^T [K, tokens]     left fixed, right read
+    d_x^T        [16 columns, 8 tokens]   weight^T [columns, K]  times  dp^T [K, tokens]     dp^T read for each tile
     d_weight^T   [16 columns, 8 outputs]  x^T [columns, tokens]  times  dp [tokens, K]       summed over tokens
 
-In the MMA of the i-th 16 columns, row g is the lane's column 2i and row g + 8 its column 2i + 1 (g = lane / 4).
+An MMA has 16 of the warp's columns as rows, two of each group. In MMA number i, rows g and g + 8 are columns 2i and
+2i + 1 of group g (g = lane / 4).
 
 Tokens are divided into parts (grid dimension y). Each part has its own sums for d_weight, which a last kernel adds in
 order.
@@ -300,8 +302,12 @@ class VectorGradients(Invariant):
         return [[words[i] for i in range(cute.size(raw))] for words in parts]
 
     def _add(self, mma: WarpMma, sums: cute.Tensor, left: list, right: list) -> None:
-        """Add left times right to `sums`. If operands are split, products with one rest come first, and the product of
-        rest and rest is left out."""
+        """Add left times right to `sums`.
+
+        left and right are lists of one MMA operand or, if `is_exact`, of two (split.py): the nearest TF32 numbers, and
+        the rests (the float32 numbers less the nearest ones). With two, the products of nearest and rest are added
+        first, then nearest times nearest. Rest times rest is left out.
+        """
         for i, j in ((0, 1), (1, 0), (0, 0))[0 if self.is_exact else 2 :]:
             mma.add(sums, left[i], right[j])
 

@@ -146,13 +146,16 @@ class SliceTile(Invariant):
         shared_at(Int32, array + offset, PAIR_WORDS).store(words.load())
 
     def updated(self, streams: list, y: cute.Tensor, comb: list, post: list) -> list:
-        """Return the words of the updated streams, rounded: stream j is post_j y + the sum over i of comb_ij streams_i.
+        """Compute the updated streams: stream j becomes post_j y + the sum over i of comb_ij streams_i.
 
         Args:
-            streams: COLUMNS float32 numbers for each stream.
-            y: COLUMNS float32 numbers of y.
-            comb: lists by i, then by j.
-            post: the token's coefficients, one for each stream.
+            streams: for each stream, the lane's COLUMNS numbers of it, float32.
+            y: COLUMNS float32 numbers of y, the sublayer's output, at the same columns.
+            comb, post: the token's coefficients (boundary.py). comb[i][j] is comb_ij; post has one number for each
+                stream.
+
+        Returns:
+            For each stream, its COLUMNS numbers in the streams' 16-bit dtype, as PAIR_WORDS words of two (`rounded`).
         """
         made = [cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(self.n)]
         for j in range(self.n):

@@ -29,10 +29,11 @@ def glu_form(
     """Return which FC1 kernel computes an activation and a gate layout, as (activation form, layout form): keys of
     specs.ACTIVATION_FORMS and specs.LAYOUT_FORMS.
 
-    A form is a set of activations or layouts for which there is one kernel:
+    A form is a set of activations or layouts for which there is one kernel. If the set has several members, the kernel
+    chooses among them at run time. Merged activations are those that share a kernel (`formulas.Formula.is_merged`).
 
-        activations    one form for all merged activations (`formulas.Formula.is_merged`) that have a gate, another for
-                       all that have none
+        activations    one form for all merged activations that have a gate, another for all merged activations that
+                       have none; each other activation is a form of its own
         layouts        "blocked": every gate layout, if I is a multiple of 32. "strided": "concat" and "interleaved",
                        for any other I. With transposed weights, each gate layout is a form of its own.
 

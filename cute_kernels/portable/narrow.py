@@ -284,10 +284,13 @@ class Narrow(Along):
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
         """Read a lane's four elements of a column, and move their bits to bfloat16's places. Return two words.
 
+        A word has two bfloat16 numbers. A column of the result is a weight row in the stage.
+
         Args:
-            first: the stage's address.
-            k: the step, 16 elements of the k-tile's depth.
-            number: the column's index among the lane's columns.
+            first: the stage's address in shared memory.
+            column: the column's index in the tile.
+            k: the index of a step; a step is 16 elements of the k-tile's depth.
+            number: the column's index among the columns of this lane.
         """
         raise NotImplementedError
 

@@ -147,10 +147,12 @@ class Slots(slots.Slots):
         """Do nothing: when `start` returns, it has read its slot."""
 
     def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
-        """Publish a filled slot and store it at `place`.
+        """Make a filled slot (64 rows of 128 bytes in shared memory) visible to all threads, and store it at `place`.
 
         Args:
             target: ignored.
+            place: the place in global memory, a result of `RowStore.tile`.
+            slot: the slot's index.
             adds: True: add the slot's numbers to the numbers in memory; False: overwrite these.
         """
         self.sync()
@@ -158,10 +160,13 @@ class Slots(slots.Slots):
 
     @cute.jit
     def start(self, atom: None, place: Place, slot: Int32 | int, adds: Boolean | cutlass.Constexpr[bool] = False):
-        """Store a published slot at `place`.
+        """Store a slot (64 rows of 128 bytes in shared memory) at `place`. When the method returns, the slot has been
+        read. Call `publish` first, so that all threads see the slot's numbers.
 
         Args:
-            atom: ignored.
+            atom: ignored; stores by TMA take one.
+            place: the place in global memory, a result of `RowStore.tile`.
+            slot: the slot's index.
             adds: True: add the slot's numbers to the numbers in memory; False: overwrite these.
         """
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
@@ -198,6 +203,8 @@ class Slots(slots.Slots):
         Args:
             values: the chunk (64 rows of the tile, the columns of a slot), float32.
             target: ignored.
+            place: the place in global memory, a result of `RowStore.tile`.
+            slot: the slot's index.
             adds: True: add the converted numbers to the numbers in memory; False: overwrite these.
         """
         self.write(narrowed(values, self.dtype), slot)
