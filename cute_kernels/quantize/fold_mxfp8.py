@@ -134,7 +134,7 @@ class Span(NamedTuple):
     """Vectors of a row that one thread handles. They begin at columns `column`, `column` + `step`, ..., all below
     `columns`.
 
-    w, data: addresses of the row in the weight and in the result.
+    w, data: addresses of the row in the weight w [R, C] and in the result data [R, C].
     """
 
     w: Int64
@@ -193,8 +193,13 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _load_chunk(self, span: Span, first: Int32) -> cute.Tensor:
-        """Load this thread's HELD vectors of a chunk of the row; zeros past the row's end. first: the column at which
-        the chunk begins."""
+        """Load this thread's HELD vectors of a chunk of the row; zeros past the row's end. A chunk is the columns that
+        the threads of a row load at once.
+
+        Args:
+            span: the thread's vectors of the row.
+            first: the column at which the chunk begins.
+        """
         values = cute.make_rmem_tensor((self.vector, HELD), self.dtype)
         values.fill(0.0)
         for i in cutlass.range_constexpr(HELD):
@@ -328,8 +333,8 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _load_block(self, strip: Strip, block: Int32) -> cute.Tensor:
-        """Load this thread's RUN rows of block number `block`, in the thread's vector of columns; zeros past the last
-        column."""
+        """Load this thread's RUN rows of block number `block` (32 rows), in the thread's vector of columns; zeros past
+        the last column."""
         values = cute.make_rmem_tensor((self.vector, RUN), self.dtype)
         values.fill(0.0)
         if strip.inside:
@@ -382,8 +387,11 @@ class FoldColumns(FoldMxfp8):
         """Quantise a block of 32 rows, rescale each column to its exponent in `targets`, and store the block.
 
         Args:
-            out: the address, in the result, of this thread's rows of its first column.
-            pitch: bytes from column to column.
+            values: the thread's elements of the block (`_load_block`).
+            targets: the biased exponents of the scales of the thread's columns.
+            out: the address, in the transposed result, of this thread's rows of its first column.
+            pitch: bytes from column to column in the result.
+            inside: False if the columns are past the weight's last.
         """
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
         maxima = cute.recast_tensor(columns, Int32)

@@ -114,7 +114,7 @@ class QuantizeMxfp8(Invariant):
     def _load(self, x: cute.Tensor, origin: Origin) -> cute.Tensor:
         """Load this thread's 16 bytes of each of its rows, [vector, rows_per_thread]; zeros outside of x.
 
-        In bands that lie entirely in x, all loads are issued at once, without a branch.
+        In bands (128 rows) that lie entirely in x, all loads are issued at once, without a branch.
         """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -208,7 +208,9 @@ class QuantizeMxfp8(Invariant):
         """Find the scale bytes of this thread's rows: for each row, the byte of the block to which the thread's 16
         bytes belong. The bytes are written to `exponents`.
 
-        words: the thread's elements as 32-bit words, [WORDS, rows_per_thread].
+        Args:
+            words: the thread's elements as 32-bit words, [WORDS, rows_per_thread].
+            layout: says if blocks have 32 or 128 elements (`ScaleLayout.wide`).
         """
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
@@ -247,8 +249,12 @@ class QuantizeMxfp8(Invariant):
         """Find the scale bytes of this thread's columns: for each column, the byte of the block to which the thread's
         elements belong. The bytes are written to `exponents`.
 
-        col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found. A slot is
-        the set of threads that have the same rows; a block of a column spans several slots.
+        A slot is here the set of threads that have the same rows. A block of a column spans several slots.
+
+        Args:
+            col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found.
+            slot: the index of this thread's slot.
+            layout: says if blocks have 32 or 128 elements (`ScaleLayout.wide`).
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
@@ -281,6 +287,10 @@ class QuantizeMxfp8(Invariant):
         A block is BLOCK neighbouring elements of a row, which share a scale. Several threads have elements of a block;
         one of them writes the scale. Blocks past x's last column get scale 0. Such blocks exist because swizzled scales
         are stored in whole atoms of 128 rows x 4 blocks.
+
+        Args:
+            origin: where the thread's elements and its tile begin in x.
+            slot: the index of the set of threads that have this thread's rows.
         """
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector

@@ -71,8 +71,8 @@ class QuantizeFp8Block(QuantizeMxfp8):
 
     @cute.jit
     def _hold(self, scales: cute.Tensor, held: cute.Tensor):
-        """Write this thread's scales to `held` in shared memory. There, the scales of a row are neighbours, four bytes
-        for each 128 columns."""
+        """Write this thread's scales, one for each of its rows, to `held` in shared memory. There, the scales of a row
+        are neighbours, four bytes for each 128 columns."""
         thread, _, _ = cute.arch.thread_idx()
         if thread % self.lanes_per_block == 0:
             block, slot = thread % self.lanes // self.lanes_per_block, thread // self.lanes

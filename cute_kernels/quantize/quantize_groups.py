@@ -33,7 +33,8 @@ from .tile import SMEM_PERCENT, WORDS, Origin, Outputs, Reach, ScaleLayout, read
 
 
 class Band(NamedTuple):
-    """A band: up to 128 rows of one group. Both numbers are 0 if there is no band.
+    """A band: up to 128 rows of one group, whose scales lie in one place (memory/scale_bands.py). Both numbers are 0 if
+    there is no band.
 
     Attributes:
         row: the band's first row.
@@ -105,6 +106,7 @@ class QuantizeGroups(QuantizeMxfp8):
             rows: see `launch_groups`.
             end: the row after the group's last row. Rows from `end` on are zeros (the group's last row is read for
                 them, and then replaced).
+            origin: where the thread's elements begin in the result.
         """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -134,8 +136,11 @@ class QuantizeGroups(QuantizeMxfp8):
         """Quantise a band, and store its elements and its atoms of 128 x 4 scales.
 
         Args:
+            data, scale: the result's elements [T, K], and the address of its scales.
             values: the thread's elements (`_load_rows`).
             end: the row after the group's last row.
+            origin: where the thread's elements begin in the result. Its `row0` is instead the place of the band in the
+                scales' memory, times 128.
             places: number of places for bands in the scales' memory.
         """
         thread, _, _ = cute.arch.thread_idx()

@@ -1,8 +1,9 @@
 """Quantisation of weights to MXFP4 along rows: two E2M1 numbers a byte, and an E8M0 scale for each 32 elements.
 
-Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. 4 lanes (8 if elements
-are float32) have 16 bytes each of a block, and find its greatest magnitude (amax) by shuffles. A lane has as many
-16-byte vectors as a block has lanes. So each lane stores the scale of one block, and a warp a sector of 32 scales.
+Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. A warp has 32 blocks. L
+neighbouring lanes share a block, 16 bytes each: L = 4, or 8 if elements are float32. They find the block's greatest
+magnitude (amax) by shuffles. A lane has 16 bytes of each of L blocks. So L lanes share L blocks, and each of them
+stores the scale of one block. A warp's 32 scales are a sector.
 
 The scale is 2^(floor(log2 amax) - 2), so amax / scale is in 4 .. 8. Elements are rounded to nearest even, to at most 6.
 A float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22) and subtracting it again; numbers
@@ -10,7 +11,7 @@ below 1 are rounded with e = 0. The result times 2^-14, as float16, has the two 
 E2M1 side by side. This includes 0 and 0.5, which are subnormal in both formats.
 
 For each element, the kernel reads 2 or 4 bytes and writes 17/32 (half a byte, and 1/32 of a scale). While the bytes of
-a 16-bit element pass at 4.3 TB/s, an SM can issue 17 instructions; the kernel needs 15 an element.
+a 16-bit element pass at 4.3 TB/s, an SM can issue 17 instructions of a thread; the kernel needs 15 for each element.
 """
 
 from __future__ import annotations

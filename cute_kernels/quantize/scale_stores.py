@@ -85,7 +85,9 @@ class ScaleStores(Invariant):
     def strip(self, scales: cute.Tensor, strip: Strip):
         """Store plain scales one byte at a time. For any width of the matrix, a warp's bytes are neighbours in memory.
 
-        scales: the tile's scales in shared memory, as a tensor (inner, outer).
+        Args:
+            scales: the tile's scales in shared memory, as a tensor (inner, outer).
+            strip: the scales in global memory, and the tile's place in them.
         """
         thread, _, _ = cute.arch.thread_idx()
         width = cute.size(scales, mode=[0])
@@ -101,7 +103,9 @@ class ScaleStores(Invariant):
     def words(self, scales: cute.Tensor, strip: Strip):
         """Store plain scales, four bytes at a time if a row of scales has a multiple of 4 bytes, otherwise by `strip`.
 
-        scales: the tile's scales in shared memory, as a tensor (inner, outer).
+        Args:
+            scales: the tile's scales in shared memory, as a tensor (inner, outer).
+            strip: the scales in global memory, and the tile's place in them.
         """
         if strip.inner_count % WORD_BYTES == 0:
             thread, _, _ = cute.arch.thread_idx()
@@ -123,7 +127,9 @@ class ScaleStores(Invariant):
         """Store swizzled scales. A thread stores four scales of one row or column as one word. Neighbouring threads
         store neighbouring words of the atom.
 
-        scales: the tile's scales in shared memory, as a tensor (blocks, outer).
+        Args:
+            scales: the tile's scales in shared memory, as a tensor (blocks, outer).
+            grid: the scales in global memory, and the tile's place in them.
         """
         thread, _, _ = cute.arch.thread_idx()
         atoms = cute.ceil_div(grid.block_count, BLOCKS)
