@@ -100,10 +100,10 @@ def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -
 
 class DecodedLines(Invariant):
     """Decoder of k-tiles of 64 weight rows by `width` columns. 128 threads run it. Each architecture completes it by a
-    method `pair`. A chunk is 16 bytes of a weight row.
+    method `pair`. A chunk is 16 bytes of a weight row. A slot is the shared memory for a k-tile's chunks and scales.
 
     Attributes:
-        slot_bytes: bytes of a slot, which holds a k-tile's chunks and scales.
+        slot_bytes: bytes of a slot.
         lines_at_once: number of weight rows that the 128 threads cover with one chunk each, in every block of 64
             columns.
         times: indices of the groups of `lines_at_once` weight rows in a k-tile.
@@ -160,7 +160,10 @@ class DecodedLines(Invariant):
         """Start to copy the thread's chunks of 64 weight rows to a slot in shared memory. Chunks outside of w are
         filled with zeros.
 
-        slot: the slot's address. first_row: the first of the 64 rows.
+        Args:
+            sources: the addresses of the chunks, from `sources`.
+            slot: the slot's address.
+            first_row: the first of the 64 rows.
         """
         target = slot + self.thread * CHUNK_BYTES
         for time in self.times:
@@ -175,10 +178,13 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Start to load this thread's scales of 64 weight rows into registers (`pending`). first_row: the first of
-        these rows.
+        """Start to load this thread's scales of 64 weight rows into registers (`pending`). Before that, write to shared
+        memory the scales that the previous call loaded.
 
-        Before that, write the scales that the previous call loaded to the slot of their k-tile, `slot_before`.
+        Args:
+            sources: the addresses of the scales, from `sources`.
+            first_row: the first of the 64 rows.
+            slot_before: the address of the slot that has the k-tile of the previous call.
         """
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
@@ -211,9 +217,13 @@ class DecodedLines(Invariant):
         return chunks, [scales[number * THREADS] for number in numbers]
 
     def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32, times: Sequence[int]) -> None:
-        """Decode the result of `read` and write it to `target`, the address of a decoded k-tile.
+        """Decode the thread's chunks and write them to a decoded k-tile in shared memory. The k-tile has blocks of 64
+        columns, in lines with a 128-byte swizzle.
 
-        The k-tile has blocks of 64 columns, in lines with a 128-byte swizzle. times: as for `read`.
+        Args:
+            chunks, scales: the result of `read`.
+            target: the address of the decoded k-tile.
+            times: as for `read`.
         """
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled
@@ -230,8 +240,13 @@ class DecodedLines(Invariant):
                     cute.autovec_copy(store, chunk_at(line ^ Int32(vector * CHUNK_BYTES)))
 
     def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:
-        """Decode vector number `vector` of a chunk: eight numbers, in order. value: the value of the scale that these
-        numbers share."""
+        """Decode vector number `vector` of a chunk: eight numbers, in order.
+
+        Args:
+            words: the chunk, 16 bytes of a weight row.
+            block: index of the block of 64 columns that has the chunk.
+            value: the value of the scale that these numbers share.
+        """
         element = self.decoder.element
         if element.pairs == 1:  # pairs are in order
             return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(CHUNK_WORDS)]

@@ -1,9 +1,11 @@
 """Weight rows of E2M1 are decoded to E4M3 in shared memory, for FP8 MMAs. These MMAs leave no registers for decoding.
 
 Each block of 32 elements has a power-of-two scale, and so has each row. The epilogue multiplies sums by the row's
-scale. The decoder multiplies elements by the block's scale relative to the row's, 2^(u - 6) with u = 0 .. 12. An E2M1
-number times this factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes,
-and one byte permutation looks up four elements.
+scale. The decoder multiplies elements by the block's factor: the block's scale divided by the row's, 2^(u - 6). Here u
+is an integer, 0 .. 12. An E2M1 number times this factor is an E4M3 number, down to half of 2^-6. So the eight
+magnitudes of a block are eight bytes, and one byte permutation looks up four elements.
+
+In E4M3 bytes the exponent begins at bit 3. So adding 8 u to the byte of a normal number multiplies the number by 2^u.
 
 A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions. Values that belong to a
 block are computed for four blocks of a thread at once, one in each byte of a word.
@@ -66,27 +68,30 @@ class BlockScales(NamedTuple):
 
 
 class RowsInFp8(Invariant):
-    """Decoder of k-tiles (128 columns of a tile's weight rows). 128 threads run it. Two threads share a row, half of it
-    each; a thread has every 64th row.
+    """Decoder of k-tiles (128 columns of a tile's weight rows) from E2M1 to E4M3, in shared memory. 128 threads run it.
+    Two threads share a row, two blocks of 32 elements each; a thread has every 64th row.
+
+    A block's factor is 2^(u - 6): its scale divided by its row's (top of this file).
 
     Scales are loaded two k-tiles ahead. These loads are issued after the fence that ends a k-tile, not before it, since
     a fence waits for all loads.
 
     Args:
-        parts, part_n: parts of a tile (2 with a gate) and weight rows of each.
+        scales: where the scale bytes of blocks and of rows lie.
+        parts, part_n: parts of a tile, and weight rows of each. A gated layer has two parts, its activated half and its
+            linear half; other layers have one.
         ahead: number of chunks that a thread reads before it decodes the first.
 
     Attributes:
         times: indices of a thread's rows of a tile.
-        is_aligned: True if the scales of two blocks are one load.
+        is_aligned: True if one load of 16 bits brings the scales of the thread's two blocks of a row.
         expert: the address of the expert's block scales.
         begins: for each of the thread's rows, the offset of the row's block scales from `expert`.
-        bases: 6 - the row's own scale byte, modulo 16, for each of the thread's rows, once for each block; two rows in
-            a word.
-        pending: block scales that are being loaded. Of each row, both blocks' scales in element 0, or one in each
-            element.
-        eights: 8 u for each block of the next k-tile (`turn` defines u), two rows in a word.
-        halves: for each of these blocks, the E4M3 byte of 0.5 times the block's factor.
+        bases, eights, halves: a byte for each of the thread's blocks in a k-tile: two blocks of a row, two rows in a
+            word. bases: 6 - (the row's scale byte), modulo 16; `turn` adds the block's scale byte to get u. eights:
+            8 u. halves: the E4M3 byte of 0.5 times the block's factor; it is 8 u, or 4 if u = 0.
+        pending: [2, rows], block scales that are being loaded. If `is_aligned`, element 0 of a row has both scales,
+            else each element has one.
     """
 
     def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
@@ -134,16 +139,20 @@ class RowsInFp8(Invariant):
         return self.row % BLOCK_ROWS * gate.step + block * gate.block + part * gate.half
 
     def _joined(self, of_rows: list[Int32], word: int) -> Int32:
-        """Join the 16-bit numbers of two rows in one word. The rows are the two that share word number `word`."""
+        """Join the 16-bit numbers of two rows in one word. The rows are the two that share word number `word`.
+
+        of_rows: a 16-bit number for each of the thread's rows: a byte for each block.
+        """
         return of_rows[ROWS * word] | of_rows[ROWS * word + 1] << 16
 
     @cute.jit
     def turn(self, k_tile: Int32):
-        """Compute what `_magnitudes` needs in the next k-tile, from block scales that are already loaded. Then start to
-        load the block scales of k-tile `k_tile`.
+        """Compute `eights` and `halves`, which `_magnitudes` needs in the next k-tile. They come from block scales that
+        are already loaded. Then start to load the block scales of k-tile `k_tile`.
 
-        u is s - (r - 6), where s is the scale byte of the block and r of the row. u is less than 16, so the lower
-        halves of bytes suffice, and no carry leaves a byte. Blocks of zeros may have any u.
+        A block's factor is 2^(u - 6), with u = s - (r - 6). Here s is the scale byte of the block and r that of the
+        row. u is less than 16. So the lower halves of bytes suffice, and no carry leaves a byte. Blocks of zeros may
+        have any u.
         """
         for word in cutlass.range_constexpr(cute.size(self.eights)):
             scales = self._joined([self.pending[0, i] for i in self.times], word)
@@ -211,9 +220,9 @@ class RowsInFp8(Invariant):
 
 
 def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
-    """Return a word's eight elements as E4M3 bytes in two words.
+    """Return a word's eight E2M1 elements as E4M3 bytes in two words.
 
-    lower, upper: the result of `_magnitudes`.
+    lower, upper: the result of `_magnitudes` for the elements' block.
     """
     indices, moved = word & MAGNITUDES, word << 4
     halves = []

@@ -57,7 +57,8 @@ class Scales:
         raise NotImplementedError
 
     def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
-        """Return the multipliers of `count` of the four bytes in `scales`, from byte number `first` on.
+        """Return the multipliers of `count` of the four bytes in `scales`, from byte number `first` on. A multiplier is
+        the byte's scale times the power of two by which elements are read too small.
 
         The multiplier of a large byte is returned too small, by the factor that `rest_of_multiplier` returns.
         """
