@@ -48,7 +48,8 @@ class BlockGrid(NamedTuple):
 
 
 def in_concat(layout: str, gate: GateRows) -> Boolean | bool:
-    """Return True if each half of the weight rows has its own grid, which is so in layout "concat".
+    """Return True if each half of the weight rows has its own grid of scales. This is so in layout "concat", where all
+    rows of the activated half come before all rows of the linear half.
 
     layout: a key of specs.LAYOUT_FORMS. If it has several layouts, `gate` says at run time which.
     """
@@ -61,6 +62,7 @@ def block_grid(
     """Make the grid of the scales of all experts.
 
     Args:
+        address: the address of the first expert's scales.
         layout, gate: the order of weight rows, see `in_concat`.
         parts: 2 for a gated layer, else 1.
         weight_rows: rows of an expert's weight, of all parts.
@@ -75,8 +77,9 @@ def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: 
     """Return the grid row that has the scales of an output column. A grid row holds the scales of 128 weight rows.
 
     Args:
+        layout, gate: the order of weight rows, see `in_concat`.
         column: the column's index in its part.
-        part: 0 (a) or 1 (u).
+        part: 0 (a, the activated half of a gated layer, or all columns without a gate) or 1 (u, the linear half).
         half: columns of each part.
     """
     own = part * grid.half + column // BLOCK

@@ -36,7 +36,9 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
     """Return the rows `row` .. `end` - 1 of a ragged view, without the modes `wrap` and `end`.
 
-    row_mode: the mode that counts rows.
+    Args:
+        view: a result of `ragged_rows`, whose other modes may be reordered.
+        row_mode: the mode of the view that counts rows.
     """
     modes = cute.rank(view) - 2
     at = (*[None] * modes, ROW_BOUND, end)

@@ -117,7 +117,10 @@ def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool
 
 
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
-    """Return the number of an expert's weight rows, both parts together. up: as in `weight_view`."""
+    """Return the number of an expert's weight rows, both parts (halves of a gated layer) together.
+
+    w, up: as in `weight_view`.
+    """
     rows = Int32(w.shape[1])
     return rows if up is None else select(up != 0, 2 * rows, rows)
 
@@ -129,6 +132,9 @@ def weight_view(
 ):  # fmt: skip
     """Return a view (n, k, lo, hi) of one part of w [E, N, K], and the ExpertAddress of w. n counts columns of the
     GEMM's result, k the contraction. (lo, hi) is the offset of an expert and part (see the top of this file).
+
+    A part is a half of a gated layer's weight rows: a, the activated half, or u, the linear half. Other layers have one
+    part.
 
     Args:
         table: the address of experts' offsets, see `ExpertAddress`; 0: w is packed.
@@ -184,8 +190,10 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
 
 
 def part_offset(address: ExpertAddress, part: int) -> Int64:
-    """Return the offset of an expert's part 0 or 1, in units of 16 bytes. It counts from the part at the lower
-    address."""
+    """Return the offset of an expert's part, in units of 16 bytes. It counts from the part at the lower address.
+
+    part: 0 (a, the activated half of a gated layer, or all rows without a gate) or 1 (u, the linear half).
+    """
     return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
 
 
@@ -195,7 +203,7 @@ def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: 
     Args:
         layout, gate: as in `weight_view`.
         column: the column's index in its part.
-        part: 0 (a) or 1 (u).
+        part: 0 (a, the activated half) or 1 (u, the linear half).
         half: columns of each part.
     """
     if layout not in LAYOUTS:
