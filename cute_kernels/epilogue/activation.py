@@ -50,7 +50,7 @@ class ActivationEpilogue(Epilogue):
 
     Attributes:
         act_n: columns of a tile's activation.
-        preact_chunks: chunks of a slab's preactivation; 0: not saved.
+        preact_chunks: chunks (columns that are stored at once) of the preactivation of a slab (64 rows); 0: not saved.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec, in_order: bool = False):
@@ -95,10 +95,14 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """Return the thread's activations of chunk number `chunk`, times the row scales, in the order of accumulators
-        (fragments.py).
+        """Return the thread's activations of a chunk, times the row scales. They are in the order of accumulators
+        (fragments.py). A chunk is the columns of a slab (64 rows) that are stored at once.
 
-        cols: columns of a chunk. A chunk is the columns that are stored at once.
+        Args:
+            acc: the thread's accumulators of the slab, bias included.
+            chunk: the chunk's number in the slab.
+            cols: columns of a chunk.
+            scales: row scales of the thread's two rows.
         """
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
@@ -107,7 +111,13 @@ class ActivationEpilogue(Epilogue):
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
         """Return the activation's arguments for a chunk, from the thread's accumulators. They are a and, with a gate,
-        u, which lies half a tile after a."""
+        u, which lies half a tile after a.
+
+        Args:
+            acc: the thread's accumulators of a slab (64 rows).
+            chunk: the chunk's number in the slab.
+            cols: columns of a chunk.
+        """
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:
@@ -127,7 +137,12 @@ class ActivationEpilogue(Epilogue):
         """Store the preactivation of a slab (64 rows of the tile). Its columns go to memory in the order that
         `glu_layout` gives the rows of w1.
 
-        target: the store of the preactivation (slots.py).
+        Args:
+            acc: the thread's accumulators of the slab, bias included.
+            target: the store of the preactivation (slots.py).
+            row: the slab's first row.
+            first_slot: the index of the slot (staging buffer in shared memory) of the first chunk. Further chunks take
+                the slots in turn.
         """
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)

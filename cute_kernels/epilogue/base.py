@@ -67,7 +67,7 @@ class GlobalScales(NamedTuple):
     def of(self, expert: Int32, part: Int32 | int) -> Float32:
         """Return the factor of one part of an expert's weights.
 
-        part: 0 for a, or for all weight rows without a gate; 1 for u.
+        part: 0 for a (the activated half), or for all weight rows without a gate; 1 for u (the linear half).
         """
         return vector_at(Float32, self.address)[expert * self.count + (self.count >> 1) * part]
 
@@ -156,10 +156,10 @@ class Epilogue(KernelEpilogue):
         scales_columns: True if each weight row has a scale, by which the epilogue multiplies its column.
         has_global_scales: True if the weights' format has global scales.
         slabs: slabs (64 rows) of a warpgroup in a tile.
-        parts: parts of a tile: 2 (a and u) for a gated layer, else 1.
+        parts: parts of a tile: 2 for a gated layer (a, the activated half, and u, the linear half), else 1.
         part_n: columns of a part.
         layout: the order of the parts' weight rows in memory, a key of specs.LAYOUT_FORMS.
-        cols: columns of a chunk, which fills a slot.
+        cols: columns of a chunk, which fills a slot (a staging buffer in shared memory).
         chunks_per_slab: chunks that are stored for a slab, over all outputs.
     """
 
@@ -214,7 +214,7 @@ class Epilogue(KernelEpilogue):
 
         Args:
             column: index of the column in its part of the whole output.
-            part: 0 (a, or all columns without a gate) or 1 (u).
+            part: 0 (a, the activated half, or all columns without a gate) or 1 (u, the linear half).
         """
         return column
 
@@ -229,7 +229,8 @@ class Epilogue(KernelEpilogue):
             scales: row scales of the thread's two rows.
             stores: a store for each output tensor.
             row: the slab's first row.
-            first_slot: the slot of the slab's first chunk; further chunks take the slots in turn.
+            first_slot: index of the slot (staging buffer in shared memory) of the slab's first chunk; further chunks
+                take the slots in turn.
         """
         raise NotImplementedError
 

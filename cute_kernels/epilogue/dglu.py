@@ -69,7 +69,7 @@ class DgluState(WarpgroupState):
     """State of a warpgroup's epilogue of grouped_dglu.
 
     Args:
-        ring: the slots that first hold preactivations, then the gradients of these preactivations (preact.py).
+        ring: the slots (buffers in shared memory) that first hold preactivations, then their gradients (preact.py).
         pair_type: the class by which a thread reads and writes these slots.
     """
 
@@ -125,7 +125,10 @@ class DgluEpilogue(Epilogue):
         """Turn a warpgroup's accumulators of a tile into dpreact and act, chunk by chunk, and start to store both. Also
         write the row sums to the workspace.
 
-        prefetched: the result of `begin`.
+        Args:
+            prefetched: the result of `begin`.
+            stores: the stores of dpreact and of act (slots.py).
+            share: the warpgroup's slabs (64 rows each) of the tile.
         """
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
@@ -182,8 +185,9 @@ class DgluEpilogue(Epilogue):
         Return the thread's act (times the row scale) and gradients of a and u, in 16 bits. Add to `sums`.
 
         Args:
-            dm: the thread's accumulators of the piece.
-            parts: the thread's preactivations a and u of the piece; a alone without a gate.
+            dm: the thread's accumulators of the piece: the gradient of act, dy w2.
+            parts: the thread's preactivations of the piece: a (the activated half) and u (the linear half); a alone
+                without a gate.
             scales, sums: row scales, and sums of dm f (f: the activation's value), one for each of the thread's two
                 rows.
         """

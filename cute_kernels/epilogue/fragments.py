@@ -35,7 +35,8 @@ def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cut
 
 
 def slab_of(acc: cute.Tensor | Accumulators, slab: int, slabs: int) -> cute.Tensor:
-    """Return a thread's accumulators of slab number `slab`. slabs: number of slabs that acc holds."""
+    """Return a thread's accumulators of slab number `slab`, 64 rows of the tile. slabs: number of slabs that acc
+    holds."""
     if isinstance(acc, Accumulators):
         return acc.slab(slab)
     count = cute.size(acc) // slabs
@@ -53,7 +54,7 @@ class TileShare(NamedTuple):
     """A warpgroup's share of a tile.
 
     Attributes:
-        first_slab: the first of its slabs in the tile.
+        first_slab: the first of the warpgroup's slabs (64 rows each) in the tile.
         turn: how many tiles the CTA had before this one.
     """
 

@@ -46,9 +46,9 @@ def store_gate_pair(
         layout: the number of the call's layout; read only if `served` has several.
         a, u: the thread's accumulators.
         target: the store of the preactivation; its tensor has a dimension for the half if the layout may be "concat".
-        row: the first row.
-        column: the first column within a half.
-        first_slot: the first of the two slots.
+        row: the chunk's first row.
+        column: the chunk's first column within a half.
+        first_slot: the index of the first of the two slots (staging buffers in shared memory).
     """
     a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
     names = LAYOUT_FORMS[served]
@@ -73,7 +73,9 @@ def _write_one_of(
     """Fill slot i (0 or 1) of a pair, in the gate layout whose number is `layout`. The number is known at run time; it
     selects one of `names`.
 
-    a, u: the thread's registers of the chunk's columns of a and u, converted to the slot's dtype.
+    Args:
+        a, u: the thread's registers of the chunk's columns of a and u, converted to the slot's dtype.
+        slot: the slot's index.
     """
     if const_expr(len(names) == 1):
         _write_of_pair(slots, names[0], a, u, i, slot)

@@ -44,8 +44,13 @@ class PreactLayout(Invariant):
         return halves(tensor) if self.name == "concat" else tensor
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
-        """Return where a piece of 16 columns of a (part 0) or u (part 1) lies in a chunk's pair of slots: the slot (0
-        or 1), and the piece's index in this slot."""
+        """Return where a piece of 16 columns lies in a chunk's pair of slots: the slot (0 or 1), and the piece's index
+        in this slot.
+
+        Args:
+            part: 0 (a, the activated half) or 1 (u, the linear half).
+            piece: the piece's index in the chunk's columns of the part.
+        """
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
         return part, piece
@@ -93,7 +98,9 @@ class PreactPair(Invariant):
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
         """Load the thread's elements of one piece (16 columns) of a slot into the registers `target`.
 
-        index: the piece's index in the slot.
+        Args:
+            slot: the index of the slot, a buffer of 64 rows in shared memory.
+            index: the piece's index in the slot.
         """
         raise NotImplementedError
 
@@ -124,10 +131,12 @@ class PreactPair(Invariant):
 
     @cute.jit
     def store(self, target: Any, work: WorkTile, number: Int32, row: Int32, column: Int32):
-        """Start to store a chunk's gradients, after they were published. The storing warp calls this.
+        """Start to store a chunk's gradients. The storing warp calls this, after `Slots.publish` made the filled slots
+        visible to it.
 
         Args:
             target: the store of dpreact.
+            number: the chunk's number in the CTA.
             row, column: the chunk's first output.
         """
         for slot in cutlass.range_constexpr(self.layout.slots):

@@ -26,7 +26,7 @@ class SlotShape:
 
     Attributes:
         dtype: the type of the slots' elements.
-        chunks: how many chunks a warpgroup stores for a tile, over all outputs.
+        chunks: how many chunks a warpgroup stores for a tile, over all outputs. A chunk fills one slot.
         count: number of slots of each owner. The owner is a warpgroup, or the CTA if `shared`.
         rows, row_bytes: rows of a slot, and bytes of a row.
         shared: True if all warpgroups of a CTA use the same slots, False if each has its own.
@@ -75,7 +75,7 @@ class EpilogueShape:
     Attributes:
         slots: the number and size of its slots.
         smem: a warpgroup's tensors in shared memory besides the slots.
-        parts: parts of a tile: 2 (a and u) for a gated layer, else 1.
+        parts: parts of a tile: 2 for a gated layer (a, the activated half, and u, the linear half), else 1.
         layout: the order of the parts' weight rows in memory (memory/weights.py).
         load_barriers: number of mbarriers for loads into slots; 0: there are no such loads.
         has_load_warp: True if a separate warp makes these loads (`KernelEpilogue.load`).
@@ -118,10 +118,11 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
-        """Load the inputs of one tile that `finish` reads. The load warp calls this, if there is one.
+        """Load the inputs of one tile that `finish` reads, into slots. The load warp calls this, if there is one.
 
         Args:
             ring: the result of `make_ring`.
+            inputs: the epilogue's run-time inputs.
             turn: number of tiles that the CTA computed before.
         """
         raise NotImplementedError
@@ -147,6 +148,9 @@ class KernelEpilogue(Invariant):
     ) -> Any:  # fmt: skip
         """Turn a warpgroup's accumulators of a tile into results, and start to store them.
 
-        prefetched: the result of `begin`.
+        Args:
+            prefetched: the result of `begin`.
+            stores: the objects that stand for the output tensors (slots.py).
+            share: the warpgroup's slabs (64 rows each) of the tile.
         """
         raise NotImplementedError

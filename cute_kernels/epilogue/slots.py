@@ -45,7 +45,12 @@ def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 class Slots(Invariant):
-    """A warpgroup's slots. Registers that are passed as `values` must be in the order of accumulators (fragments.py).
+    """A warpgroup's slots: buffers of 64 rows of 128 bytes in shared memory. Registers that are passed as `values` must
+    be in the order of accumulators (fragments.py).
+
+    A slot is free until it is filled from registers. `publish` makes a filled slot visible to the warp that stores it.
+    This warp calls `start`, which starts the store to global memory. Once the store has read the slot, the slot is free
+    again.
 
     Attributes:
         smem: (row, column, slot), `cols` columns of `dtype`.
@@ -71,36 +76,54 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def write(self, values: cute.Tensor, slot: int) -> None:
-        """Write a whole chunk of registers of dtype `dtype` into a free slot."""
+        """Write a whole chunk (64 rows by the columns of a slot) into a free slot.
+
+        Args:
+            values: the thread's registers of the chunk, of dtype `dtype`.
+            slot: the slot's index.
+        """
         raise NotImplementedError
 
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
-        """Write registers of dtype `dtype` into 16 columns of a free slot.
+        """Write registers into 16 columns of a free slot.
 
-        piece: index of these columns: column / 16.
+        Args:
+            values: the thread's registers of these columns, of dtype `dtype`.
+            slot: the slot's index.
+            piece: the index of the 16 columns: column / 16.
         """
         raise NotImplementedError
 
     def publish(self) -> None:
-        """Make a filled slot visible to the warp that stores it."""
+        """Make filled slots visible to the warp that stores them. All threads of the warpgroup call this."""
         raise NotImplementedError
 
     def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
-        """Start to store a published slot.
+        """Start to store a slot to global memory. Call `publish` first, so that the storing warp sees the slot's data.
 
-        atom, tile: the atom of the store, and the result of its method `tile` (see the top of this file).
+        Args:
+            atom, tile: the atom of the store, and the result of its method `tile` (see the top of this file).
+            slot: the slot's index.
         """
         raise NotImplementedError
 
     def store(self, target: Any, tile: Any, slot: int) -> None:
-        """Publish a filled slot and start to store it.
+        """Make a filled slot visible to the warp that stores it (`publish`), and start to store it.
 
-        target: the store. tile: the place in the output tensor, a result of `target.tile`.
+        Args:
+            target: the store, which stands for the output tensor (see the top of this file).
+            tile: the place in the output tensor, a result of `target.tile`.
+            slot: the slot's index.
         """
         raise NotImplementedError
 
     def put(self, values: cute.Tensor, target: Any, tile: Any, slot: int) -> None:
-        """Convert a chunk of accumulators to `dtype`, write it into a slot and start to store the slot."""
+        """Convert a chunk of accumulators to `dtype`, write it into a slot and start to store the slot.
+
+        Args:
+            values: the thread's accumulators of the chunk.
+            target, tile, slot: as for `store`.
+        """
         raise NotImplementedError
 
     def drain(self) -> None:
@@ -108,8 +131,11 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Return a view of the two neighbouring elements of a slot where this thread's accumulators 2 * number and 2 *
-        number + 1 of a chunk are stored."""
+        """Return a view of two neighbouring elements of a slot, where this thread's accumulators 2 * number and 2 *
+        number + 1 of a chunk are stored.
+
+        slot: the slot's index.
+        """
         lane = self.thread % WARP
         line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
         return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
