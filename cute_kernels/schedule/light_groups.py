@@ -73,7 +73,7 @@ class LightGroupScheduler(GroupTileScheduler):
         """Find tile number `tile` among the tiles of all groups of a kind (LIGHT or HEAVY). Return the tile and the
         advanced cursor.
 
-        Past the last tile, return `no_work()`. Numbers must increase from call to call.
+        Past the last tile, return `no_work()`, the end mark. For each kind, numbers must increase from call to call.
         """
         window, tiles_before = cursor
         window_end = last_lane(window.tiles_end)
@@ -88,7 +88,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _hand_over(self, ring: WorkRing, state: pipeline.PipelineState, work: WorkTile) -> pipeline.PipelineState:
-        """Put a tile into the ring and return the ring's advanced state. For `no_work()`, do nothing."""
+        """Put a tile into the ring, through which the scheduler warp hands tiles to the other warps. Return the ring's
+        advanced state. For `no_work()`, do nothing."""
         if work.expert >= 0:
             ring.put(state, work)
             state.advance()

@@ -58,6 +58,7 @@ class TicketScheduler(LightGroupScheduler):
         Args:
             number: at least C.
             num_light, num_heavy: cluster tiles of all light groups, and of all heavy groups.
+            num_clusters: C, the number of clusters.
         """
         first_heavy = cutlass.min(num_heavy, num_clusters)
         first_light = cutlass.min(num_light, num_clusters - first_heavy)

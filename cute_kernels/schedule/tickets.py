@@ -71,7 +71,7 @@ class Tickets(Invariant):
 
         Args:
             number: how many tickets the cluster drew before.
-            num_tickets: number of tickets that the whole kernel draws.
+            num_tickets: number of tickets that all clusters of the kernel draw together.
         """
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
@@ -91,8 +91,8 @@ class Tickets(Invariant):
 
     @cute.jit
     def release(self, number: Int32):
-        """Free the slot of the cluster's ticket number `number`, after it was read. Do not call this for the last
-        ticket, since the first CTA may have ended after it."""
+        """Free the slot (an int32 in the second CTA's shared memory) of the cluster's ticket number `number`, after the
+        ticket was read. Do not call this for the last ticket, since the first CTA may have ended after it."""
         if const_expr(self.is_pair):
             if cute.arch.block_idx_in_cluster() > 0:
                 with cute.arch.elect_one():
@@ -100,7 +100,10 @@ class Tickets(Invariant):
 
     @cute.jit
     def _take(self, num_tickets: Int32) -> Int32:
-        """Draw a ticket from the counter, and set the counter to 0 if the ticket is the last one."""
+        """Draw a ticket from the counter, and set the counter to 0 if the ticket is the last one.
+
+        num_tickets: number of tickets that all clusters of the kernel draw together.
+        """
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             counter = vector_at(Int32, self.counter)

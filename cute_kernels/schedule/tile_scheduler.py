@@ -72,8 +72,8 @@ class GroupTileScheduler(Invariant):
     def _num_clusters(self, rows: Int32) -> Int32:
         """Return the number of cluster tiles of a group of `rows` rows.
 
-        In an adaptive cluster, the two CTAs share either weights or rows. It covers an odd row tile two columns at a
-        time.
+        In an adaptive cluster, the two CTAs share either weights or rows. Two row tiles make a cluster tile for each
+        weight tile. If the number of row tiles is odd, the last one makes a cluster tile for each two weight tiles.
         """
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
@@ -81,11 +81,13 @@ class GroupTileScheduler(Invariant):
         return row_tiles // 2 * self.grid.num_n + row_tiles % 2 * ((self.grid.num_n + 1) // 2)
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
-        """Return the first row of row tile `m_tile` of a group that begins at row `begin` (`WorkTile.row`)."""
+        """Return the first row of row tile `m_tile` of a group that begins at row `begin`. It becomes
+        `WorkTile.row`."""
         return begin + m_tile * self.tile_m
 
     def _is_of(self, kind: str, rows: Int32) -> Boolean:
-        """Return True if a group of `rows` rows is of a kind, LIGHT or HEAVY. light_groups.py defines this method."""
+        """Return True if a group of `rows` rows is of a kind: LIGHT (few rows) or HEAVY. `LightGroupScheduler` defines
+        this method."""
         raise NotImplementedError
 
     @cute.jit
@@ -111,7 +113,10 @@ class GroupTileScheduler(Invariant):
     def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
         """Return this CTA's tile of cluster tile `tile`, which lies in one of the window's groups.
 
-        tiles_before: number of cluster tiles before the window.
+        Args:
+            window: 32 consecutive groups.
+            tile: number of the cluster tile, counted over all groups.
+            tiles_before: number of cluster tiles before the window.
         """
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
         begin = cute.arch.shuffle_sync(window.begin, lane)
@@ -128,8 +133,8 @@ class GroupTileScheduler(Invariant):
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
         """Return the coordinates of cluster tile `index` in a grid of `banded` x `swept` cluster tiles.
 
-        The first side is cut into bands of RASTER_BAND tiles. The order goes through one band after the other, and
-        through each band along the second side.
+        The first side, of length `banded`, is cut into bands of RASTER_BAND tiles. The order goes through one band
+        after the other, and through each band along the second side.
         """
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
@@ -146,7 +151,8 @@ class GroupTileScheduler(Invariant):
         """Return this CTA's tile of cluster tile `index` of a group: the fields of `WorkTile` from `row` on.
 
         Args:
-            begin, end: the group's rows.
+            index: number of the cluster tile in its group.
+            begin, end: the group's first row, and the row after its last row.
             rank: the CTA's rank in its cluster.
         """
         m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)

@@ -55,8 +55,13 @@ class TileGrid(NamedTuple):
 
 
 class WorkRing(Invariant):
-    """Ring of `stages` slots in shared memory. The scheduler warp writes tiles to it for `num_consumer_warps` other
-    warps of its CTA. Every one of these warps reads every tile."""
+    """Ring of `stages` slots in shared memory; a slot holds one tile, six words. The scheduler warp writes tiles to it
+    for `num_consumer_warps` other warps of its CTA. Every one of these warps reads every tile.
+
+    Args:
+        barriers: the mbarriers of the ring's pipeline.
+        slots: shared memory for the tiles.
+    """
 
     def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int, stages: int = STAGES):
         self.stages = stages
