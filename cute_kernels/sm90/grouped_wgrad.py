@@ -94,6 +94,7 @@ class GroupedWgrad(PersistentGemm):
         """Launch the kernel with `operands`, the mainloop's inputs. `launch` describes the other arguments.
 
         Args:
+            operands: the mainloop's inputs, from `WgradMainloop.operands`.
             num_rows: number of rows of all groups together.
             dy, x: only their numbers of columns, N and K, are used.
         """

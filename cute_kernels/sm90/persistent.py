@@ -224,6 +224,8 @@ class PersistentGemm(GemmRoles):
     def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
         """Return the shared-memory tensor that TMA loads weights into: B itself, or the packed weights' stages if other
         warpgroups decode from there into B.
+
+        storage: the kernel's shared memory (`_smem_fields`). sB: operand B in it.
         """
         return sB
 

@@ -136,7 +136,7 @@ def _split_tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
 
 
 def _slabs(problem: PolicyProblem) -> int:
-    """Return how many slabs the last weights of all experts that can have rows have together."""
+    """Return how many slabs (64 weight rows) the last weights of all experts that can have rows have together."""
     columns, _ = problem.weights[-1]
     return min(problem.rows, problem.experts) * math.ceil(columns / SLAB_ROWS)
 

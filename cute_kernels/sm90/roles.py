@@ -78,7 +78,10 @@ class GemmRoles(Invariant):
         weights.
 
         Args:
+            sB: operand B in shared memory, which receives the decoded weights.
             narrow: the shared-memory array of packed weights, before they are decoded.
+            stages: the pipeline of the stages (full and empty barriers).
+            ring: the ring from which the scheduler's tiles are read.
             rank: index of the warpgroup among the decoding warpgroups.
         """
         lines, slots = mainloop.lines(operands), narrow.data_ptr().toint() + rank * mainloop.slots_bytes

@@ -4,8 +4,9 @@ Warpgroup w multiplies the k-tiles w, w + splits, w + 2 splits, ... At the end o
 accumulators to shared memory, and one of them, another one for each tile, adds all of them and runs the epilogue. The
 other warpgroups go on with the next tile.
 
-The number of stages is a multiple of `splits`, so that within a tile a stage always has the same reader. Otherwise its
-next reader might wait while the stage's phase before last has not ended, which has the same parity as the awaited one.
+The number of stages is a multiple of `splits`, so that within a tile a stage always has the same reader. Otherwise a
+stage's next reader might begin to wait while the phase two before the awaited one has not ended. Both phases have the
+same parity, so a wait on an mbarrier cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SharedSums(Invariant):
 
     Args:
         tile: the kernel's tile.
-        memory: shared memory for `sums_size` elements.
+        memory: shared memory for `sums_size` float32 elements.
         index: this warpgroup's index.
     """
 

@@ -19,8 +19,8 @@ class Turns(Invariant):
     """Turns of two warpgroups at a resource that both use (tensor cores, or shared staging slots), one tile at a time.
 
     At named barrier first_barrier + w, warpgroup w waits, and the other warpgroup arrives when it is done with its
-    tile. Turns are required for correctness: a warpgroup that waited for a stage more than one round of the ring early
-    would mistake an older phase of the stage's barrier for its own.
+    tile. Turns are required for correctness. Without them, a warpgroup could wait for a stage more than one round of
+    the ring early. It would then mistake an older phase of the stage's barrier for its own.
 
     Args:
         first_barrier: named barrier of warpgroup 0.

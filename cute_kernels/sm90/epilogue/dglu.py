@@ -20,9 +20,11 @@ from .preact import MatrixPair, PreactRing, make_loads
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """Epilogue of grouped_dglu in which all warpgroups of a CTA share the staging slots.
+    """Epilogue of grouped_dglu in which all warpgroups of a CTA share the staging slots (64 rows of 128 bytes each in
+    shared memory).
 
-    A chunk (64 x 64 outputs) takes the slots that follow from its number (preact.PreactRing).
+    Chunks (64 x 64 outputs) are numbered over all tiles of the CTA. A chunk's number determines its slots
+    (`preact.PreactRing`).
 
     ring_type: class of the ring through which these slots are filled and freed.
     """

@@ -41,9 +41,9 @@ def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
 class PreactRing(Invariant):
     """Ring of staging slots through which a CTA's chunks (64 x 64 outputs each) pass.
 
-    Chunks are numbered over all tiles of the CTA, in the order in which they are computed. Each chunk has slots for its
-    preactivations (a pair; one slot without a gate) and one slot for act. The ring is a pipeline of PAIRS stages, one
-    for each chunk in it:
+    Chunks are numbered over all tiles of the CTA, in the order in which they are computed. Each chunk has slots (64
+    rows of 128 bytes) for its preactivations (a pair; one slot without a gate) and one slot for act. The ring is a
+    pipeline of PAIRS stages, one for each chunk in it:
 
         full     the bytes of the chunk's preactivations, which the epilogue load warp loads
         empty    1 arrival: the warp that stored the chunk, once its stores have read the slots
@@ -82,6 +82,7 @@ class PreactRing(Invariant):
         """Load the preactivations of chunk `number`; called by the epilogue load warp.
 
         Args:
+            loads: the TMA load from the preactivations.
             row: the chunk's first row.
             column: the chunk's first output column.
         """
@@ -100,6 +101,7 @@ class PreactRing(Invariant):
         """Start the TMA load of one box of preactivations into a slot.
 
         Args:
+            loads: the TMA load from the preactivations.
             row: the box's first row.
             at: the box's first column.
             half: index of the half that the column belongs to; None: the tensor has no mode for halves.

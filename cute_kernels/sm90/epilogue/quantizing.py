@@ -32,7 +32,7 @@ class QuantizingState(WarpgroupState):
     """State of a warpgroup's quantising epilogue.
 
     Attributes:
-        act_slots: the staging slots, viewed as slots of E4M3 elements.
+        act_slots: the staging slots (64 rows of 128 bytes each in shared memory), viewed as slots of E4M3 elements.
         pitch: number of scales of a row of the activation.
     """
 
@@ -97,8 +97,10 @@ class QuantizingEpilogue(ActivationEpilogue):
 
         Args:
             values: the thread's float32 elements of the block, in two rows.
-            row: first row of the slab.
-            column: first column of the block.
+            work: the output tile. Scales of rows past the end of its group are not stored.
+            row: first row of the slab. A slab is 64 rows of the tile; `state.row_in_slab` is the first of the thread's
+                two rows in it, 8 rows apart.
+            column: first column of the block in the activation.
         """
         count = cute.size(values)
         for half in cutlass.range_constexpr(2):
@@ -128,7 +130,13 @@ class QuantizingEpilogue(ActivationEpilogue):
         return multiplier_of(scale)
 
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32) -> None:
-        """Store a row's scale for the block that begins at `column`, in as many copies as the format has."""
+        """Store a row's scale for the block that begins at `column`, in as many copies as the format has
+        (`Format.copies`).
+
+        Args:
+            exponent: the scale, a result of `_scale_of`.
+            row: the row of the activation [T, I].
+        """
         store_scale(self.act, state.inputs.out_scale, state.pitch, exponent, row, column)
 
 

@@ -32,7 +32,8 @@ class TileLoads(NamedTuple):
 
 
 class SlotBarriers(Invariant):
-    """Full barriers (mbarriers) of a CTA's staging slots, one for each slot of every warpgroup.
+    """Full barriers (mbarriers) of a CTA's staging slots, one for each slot of every warpgroup. A slot is a buffer of
+    64 rows of 128 bytes.
 
     A slot is full after 1 arrival, of the storing warp when it starts the load, and the slot's bytes from TMA.
     """
@@ -66,7 +67,13 @@ class SlotLoads(Invariant):
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Start loading `tile` into a free slot; called by the storing warp."""
+        """Start loading a tile of dw into a free slot; called by the storing warp.
+
+        Args:
+            atom: the TMA copy (`TileLoads`).
+            tile: the tile of dw, which fills the slot.
+            slot: the slot's index.
+        """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
         smem = cute.group_modes(self.slots.smem, 0, 2)
@@ -74,7 +81,7 @@ class SlotLoads(Invariant):
         cute.copy(atom, source, to[None, slot], tma_bar_ptr=self.full + slot)
 
     def wait(self, slot: int, number: Int32) -> None:
-        """Wait for load number `number` of a slot."""
+        """Wait for load number `number` of a slot. The loads of each slot are numbered from 0."""
         cute.arch.mbarrier_wait(self.full + slot, number % 2)
 
     @cute.jit

@@ -44,6 +44,7 @@ class RaggedStore(NamedTuple):
 
         Args:
             work: the output tile, which says where its group ends.
+            row, col: the first element of the destination in the tensor, or in the half.
             half: index of the half in which the columns are; None: the tensor has no mode for halves.
         """
         group = clipped(self.tensor, row, work.group_end)
@@ -165,14 +166,19 @@ class Slots(slots.Slots):
         cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)
 
     def publish(self):
-        """Make a filled slot visible to TMA; called by all threads of the warpgroup."""
+        """Make filled slots (64 rows each in shared memory) visible to TMA; called by all threads of the warpgroup."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start the store of a published slot; called by the storing warp alone. policy: L2 policy; None: the
-        default.
+        """Start the TMA store of a slot, after `publish`; called by the storing warp alone.
+
+        Args:
+            atom: the TMA copy of one slot.
+            tile: the destination in the output tensor.
+            slot: the slot's index.
+            policy: L2 policy; None: the default.
         """
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
@@ -182,7 +188,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def store(self, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Publish a filled slot and start its store into `tile` of `target`."""
+        """Make a filled slot visible to TMA (`publish`), and start its store into `tile`, a tile of `target`."""
         self.publish()
         if self.is_storing_warp:
             self.start(target.atom, tile, slot)

@@ -64,11 +64,11 @@ class RowSmem(NamedTuple):
 
 
 class OfColumns(NamedTuple):
-    """A thread's registers for its output columns, which are weight rows.
+    """A thread's registers for its output columns. Each output column belongs to a weight row, or to two with a gate.
 
     Attributes:
-        biases: their biases, zeros without biases.
-        scales: the scales of the weight rows; None: these have none.
+        biases: float32, the bias of each of the thread's weight rows; zeros if the call has no biases.
+        scales: float32, the scale of each of these rows; None: weight rows have no scale of their own.
     """
 
     biases: cute.Tensor
@@ -275,7 +275,7 @@ class SwappedEpilogue(Epilogue):
         Args:
             acc: the thread's accumulators.
             of_columns: what `begin` returned.
-            row_chunk: index of the chunk along output rows.
+            row_chunk: index of the chunk along output rows. A chunk is the results that are stored at once.
             column_chunk: index of the chunk along the warpgroup's output columns.
         """
         slab_regs, count = cute.size(acc) // self.slabs, self.thread_columns
@@ -308,8 +308,11 @@ class SwappedEpilogue(Epilogue):
         return sums[0]
 
     def _round(self, state: SwappedState, values: cute.Tensor, work: WorkTile, row: Int32, first_column: Int32) -> None:
-        """Round a chunk of results, in place, to values of another format; called if `rounds` is true. row,
-        first_column: where the chunk begins in the output.
+        """Round a chunk of results, in place, to values of another format; called if `rounds` is true.
+
+        Args:
+            values: the thread's results of the chunk.
+            row, first_column: where the chunk begins in the output.
         """
 
 

@@ -28,7 +28,7 @@ from .swapped import MATRIX, WARPS, RowSmem, SwappedActivationEpilogue, SwappedS
 
 
 class ByteSlots(SwappedSlots):
-    """Staging slots of E4M3 elements, in rows of 128 bytes, which threads write byte by byte.
+    """Staging slots (buffers in shared memory) of E4M3 elements, in rows of 128 bytes. Threads write them byte by byte.
 
     The accumulators must be transposed, and stmatrix transposes only 16-bit elements. There are few bytes to write,
     since a swapped tile has few rows of x.
@@ -69,7 +69,7 @@ class SwappedQuantizingState(SwappedState):
 class SwappedQuantizingEpilogue(SwappedActivationEpilogue):
     """Epilogue that stores act in E4M3, with a scale for each 128 columns of a row.
 
-    A chunk has the 128 columns of a block: two slabs of weight rows (four, if gated).
+    A chunk has the 128 columns of a block: two slabs (64 weight rows each), or four with a gate.
     """
 
     slots_type = ByteSlots

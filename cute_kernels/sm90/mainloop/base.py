@@ -287,6 +287,9 @@ class Mainloop(Invariant):
         Returns the pipeline state after the tile's k-tiles.
 
         Args:
+            sA, sB: shared memory of all stages.
+            state: pipeline state of the tile's first stage.
+            work: the output tile.
             rank: 0 or 1, the index of the gathering warp.
         """
         raise NotImplementedError
@@ -309,7 +312,11 @@ class Mainloop(Invariant):
 
         Args:
             lines: the thread's decoder, from `lines`.
+            sB: shared memory that receives the decoded weights.
             slots: shared-memory address of the packed weights, before they are decoded.
+            state: pipeline state of the tile's first k-tile.
+            work: the output tile.
+            rank: the index of this decoding warpgroup.
         """
         raise NotImplementedError
 
@@ -357,7 +364,7 @@ class Mainloop(Invariant):
             scales: the thread's scales, from `scales`.
             tile: the tile to multiply.
             state: pipeline state of the tile's first stage.
-            turns: turns of pingpong warpgroups at the tensor cores.
+            turns: turns of pingpong warpgroups at the tensor cores (turns.py).
         """
         release = state.clone()
         if const_expr(self.may_be_empty):
@@ -380,6 +387,12 @@ class Mainloop(Invariant):
         """Multiply the k-tiles of one `Loop` and leave the last k-tile's wgmmas in flight.
 
         Returns the state of the next stage, and the state of the next stage to release.
+
+        Args:
+            tCrA, tCrB: descriptors of A and B, from `fragments`.
+            num_k_tiles, slabs, depth, before: see `Loop`.
+            state: pipeline state of the loop's first stage.
+            release: pipeline state of the next stage to release.
         """
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):

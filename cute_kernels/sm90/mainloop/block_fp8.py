@@ -1,7 +1,7 @@
 """The FP8 mainloop with float32 scales: one for 128 elements of a row of x, one for a 128 x 128 block of weights.
 
 It is `Fp8Mainloop`, except that the sum of a k-tile is multiplied by the scale of x's row times the weights' scale. A
-thread multiplies the two scales once for each pair of a row and a weight scale, which is little beside the 64
+thread multiplies the two scales once for each pair of a row and a weight scale. This is little beside the 64
 multiply-adds of a piece (64 rows by 128 columns).
 
 In every gate layout 64 columns of a half share a weight scale (memory/block_scales.py). So a tile of 256 weight rows

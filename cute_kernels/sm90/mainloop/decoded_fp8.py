@@ -63,7 +63,7 @@ class DecodedRing(Invariant):
 
     Args:
         barriers: shared memory of the barriers.
-        slots: number of slots.
+        slots: number of slots; a slot is the shared memory of one decoded k-tile.
         mma_warps: number of MMA warps, which free a slot together.
     """
 
@@ -186,7 +186,15 @@ class DecodedFp8Mainloop(Fp8Mainloop):
     ):  # fmt: skip
         """Decode every k-tile of an output tile at which it is the turn of decoding warpgroup `rank`.
 
-        narrow: shared-memory address of the packed weights.
+        Args:
+            lines: the thread's decoder, from `lines`.
+            sB: shared memory of the slots for decoded k-tiles.
+            narrow: shared-memory address of the stages' packed weights.
+            state: pipeline state of the tile's first stage.
+            rank: the index of this decoding warpgroup.
+
+        Returns:
+            The pipeline state after the tile's k-tiles.
 
         A wait on an mbarrier cannot tell a phase from the phase two before it. Three rules keep a warpgroup from such a
         mistake; correctness depends on each of them:
@@ -218,8 +226,8 @@ class DecodedFp8Mainloop(Fp8Mainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Release all stages and decoded slots of a tile without multiplying, each once it is full. Returns the
-        advanced state.
+        """Release all stages and decoded k-tiles of an output tile without multiplying, each once it is full. Returns
+        the advanced state.
         """
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)

@@ -79,6 +79,7 @@ class DecodedLinesMainloop(Mainloop):
         """Host side: make the TMA descriptor of x (rows, k), and the addresses of the weights and their scales.
 
         Args:
+            x: [T, weight rows], 16-bit.
             w: [E, rows, words or bytes of a row], quantised weights.
             scales: address of their scales.
             columns: number of w's columns.
@@ -134,12 +135,21 @@ class DecodedLinesMainloop(Mainloop):
     ):  # fmt: skip
         """Decode every k-tile of an output tile at which it is the turn of decoding warpgroup `rank`.
 
-        slots: shared-memory address of the warpgroup's slots for packed weights.
+        The two decoding warpgroups take turns at k-tiles, and the turns continue from tile to tile. Correctness depends
+        on this, since a wait on an mbarrier cannot tell a phase from the phase two before it. Number the k-tiles of all
+        tiles, and let S >= 2 be the number of stages. Before k-tile t, a warpgroup decoded k-tile t - 2. For that, it
+        waited until k-tile t - 2 - S was multiplied, and therefore k-tile t - 2S. So its wait for the stage of k-tile t
+        can end only when k-tile t - S is multiplied, even if the other warpgroup decoded k-tile t - S.
 
-        The decoding warpgroups take turns at k-tiles, and the turns continue from tile to tile. Correctness depends on
-        this: if the stage for a warpgroup's k-tile is empty, all k-tiles before the other warpgroup's last one have
-        been multiplied. So a warpgroup never mistakes a later phase of a stage's barrier for an earlier phase that it
-        did not wait for.
+        Args:
+            lines: the thread's decoder, from `lines`.
+            sB: shared memory for decoded weights, all stages.
+            slots: shared-memory address of the warpgroup's slots. A slot has a k-tile of packed weights.
+            state: pipeline state of the tile's first stage.
+            rank: 0 or 1, the index of this decoding warpgroup.
+
+        Returns:
+            The pipeline state after the tile's k-tiles.
         """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
@@ -176,6 +186,11 @@ class DecodedLinesMainloop(Mainloop):
 
         Also write the scales that the previous call loaded to that call's slot, `slot_before`. Each call commits one
         cp.async group, even an empty one, so that wait counts stay fixed.
+
+        Args:
+            lines: the thread's decoder.
+            sources: the addresses of the thread's weights and scales in the tile (`DecodedLines.sources`).
+            slot, slot_before: shared-memory addresses of slots, each for a k-tile of packed weights.
         """
         if k_tile < num_k_tiles:
             lines.copy(sources, slot, k_tile * DEPTH)

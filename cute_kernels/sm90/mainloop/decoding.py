@@ -114,6 +114,8 @@ class DecodingMainloop(WeightsFirst):
         """Host side: make the TMA descriptors of weights (n, k, lo, hi) and x (row, k).
 
         Args:
+            x: [T, K], the rows of x.
+            w: the view (n, k, lo, hi) of all experts' weights (memory/weights.py).
             address: offsets of the weights' experts.
             rows: number of weight rows of an expert.
             scales: address of the weights' scales.
@@ -308,9 +310,9 @@ class DecodingMainloop(WeightsFirst):
         """Read a thread's shares (2 bytes or a word each) of a step from a stage, as a tensor (share of a row, row).
 
         Args:
-            first: address of the thread's first share in the first stage.
+            first: shared-memory address of the thread's first share in the first stage.
             stage: index of the stage.
-            step: index of the step in the stage.
+            step: index of the step (32 elements of k) in the stage.
         """
         pairs = self.decoder.element.pairs
         shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
@@ -327,7 +329,10 @@ class DecodingMainloop(WeightsFirst):
         return shares
 
     def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
-        """Decode a thread's shares of a step into `fragment`. step: index of the step in the k-tile."""
+        """Decode a thread's shares (2 bytes or a word each) of a step into `fragment`, an MMA operand in registers.
+
+        step: index of the step (32 elements of k) in the k-tile.
+        """
         registers = cute.recast_tensor(fragment, Int32)
         element, pairs = self.decoder.element, self.decoder.element.pairs
         count = self.format.num_scales(STEP_K)
@@ -345,11 +350,16 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def _enlarge(self, scales: WeightScales, registers: cute.Tensor, step: cutlass.Constexpr[int]):
-        """Multiply decoded weights a second time, if their scale is large: by the rest of this scale.
+        """Multiply decoded weights a second time, if their scale is large: by the factor that is still missing.
 
         A large scale's multiplier exceeds bfloat16's range, so `_decode` has multiplied by the greatest multiplier in
-        range. For all other scales the rest is 1. Few weights have large scales, so a warp without any in this k-tile
-        skips the second product.
+        range. The missing factor is `Scales.rest_of_multiplier` (decoding/scales.py), 1 for all other scales. Few
+        weights have large scales. So a warp without any in this k-tile skips the second product.
+
+        Args:
+            scales: the thread's scales of the k-tile.
+            registers: the decoded weights of the step.
+            step: index of the step (32 elements of k) in the k-tile.
         """
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):

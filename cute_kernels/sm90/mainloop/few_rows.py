@@ -187,8 +187,12 @@ class FewRowsMainloop(DecodingMainloop):
     ):  # fmt: skip
         """Add the products of a k-tile without large scales to acc.
 
-        rows: number of the group's rows of x from the tile's first row on. If there are few, only the first half or
-        quarter of the tile's rows of x is multiplied, but at least COLUMNS rows.
+        Args:
+            words: the thread's weights, from `_words`.
+            first_column: shared-memory address of the 8 columns of x that the thread reads first, in its first row of
+                x.
+            rows: number of the group's rows of x from the tile's first row on. If there are few, only the first half
+                or quarter of the tile's rows of x is multiplied, but at least COLUMNS rows.
         """
         half, quarter = (max(self.tile.m // parts, COLUMNS) for parts in (2, 4))
         if rows > half:

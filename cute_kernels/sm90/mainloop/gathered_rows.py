@@ -143,6 +143,10 @@ class Gather(Invariant):
         """Start copying 16 bytes into a stage: to the lane's i-th line, counted from line `lines_before` on.
 
         The first `num_bytes` bytes come from address `source` + `offset`; the other bytes become zeros.
+
+        Args:
+            lane: the lane's part of the copies, from `lane`.
+            stage: index of the stage.
         """
         first = lane.targets[i % 2] + stage * (self.lines * LINE_BYTES)
         target = first + (lines_before + i // 2 * 2 * LINES_AT_ONCE) * LINE_BYTES
@@ -261,6 +265,8 @@ class GatherAcrossRows(Gather):
         """Copy all rows of a group, k-tile by k-tile. Returns the advanced state.
 
         Args:
+            rows: indices of the rows.
+            smem: the operand's shared memory.
             rank: 0 or 1, the index of the gathering warp.
             column: first of the operand's columns that are copied.
         """

@@ -106,6 +106,8 @@ class GemmMainloop(WeightsFirst):
         """Host side: make the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi).
 
         Args:
+            x: the tensor that has the rows of x.
+            w: the view (n, k, lo, hi) of all experts' weights (memory/weights.py).
             address: offsets of the weights' experts.
             rows: address of the indices of x's rows; 0: rows lie in order.
             scales: address of the scales of x, or a tuple that locates scales, for a mainloop that multiplies by
@@ -237,9 +239,15 @@ class GemmMainloop(WeightsFirst):
         return Weights(*of)
 
     def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
-        """Return x from row number `row` on, divided into TMA boxes: (row, k, box along rows, k-tile)."""
+        """Return x from row number `row` on, divided into TMA boxes: (row, k, box along rows, k-tile).
+
+        box: the size of a box, (rows, k).
+        """
         return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
 
     def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
-        """Return box number `box` of k-tile number `k_tile`. tiles: the result of `row_tiles`, partitioned for TMA."""
+        """Return TMA box number `box` (some rows of x) of k-tile number `k_tile`.
+
+        tiles: the result of `row_tiles`, partitioned for TMA.
+        """
         return tiles[None, box, k_tile]

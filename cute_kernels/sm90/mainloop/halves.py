@@ -15,8 +15,8 @@ from .gemm import GemmMainloop, Weights
 
 
 class WeightsInHalves(Weights):
-    """Loads of weights for a contraction of two halves: the first `half` k-tiles from addresses[0], then as many from
-    addresses[1].
+    """Loads of weights for a contraction of two halves. The first `half` k-tiles come from addresses[0] (w), then as
+    many from addresses[1] (w_up).
     """
 
     half: Int32

@@ -72,8 +72,8 @@ class ScalesAhead(Invariant):
 
     @cute.jit
     def start_loads(self, i: Int32, next_work: WorkTile):
-        """Start loading the scales of the warpgroup's i-th k-tile; past the last one, of its first k-tile of tile
-        `next_work`.
+        """Start loading the scales of the warpgroup's i-th k-tile of the current tile. If i is past the last k-tile,
+        load those of its first k-tile of tile `next_work`.
         """
         if i == self.k_tiles.count:
             self._aim(next_work)
@@ -89,7 +89,8 @@ class WeightScales(ScalesAhead):
         begins: for each row, the offset of its scales from `expert`.
         words: (word, row), the scales of the current k-tile.
         next: (word, row), the scales of the next k-tile, which are being loaded.
-        bad: bits that note weight rows with bad scales, for example NaN, in the tile so far (decoding/scales.py).
+        bad: bits that note weight rows with bad scales, for example NaN, in the tile so far. A weight row with a bad
+            scale must give NaN (decoding/scales.py).
         large: not 0 if `words` has a large scale, whose multiplier exceeds bfloat16's range, so that weights are
             multiplied twice (`DecodingMainloop._enlarge`).
     """
@@ -110,7 +111,7 @@ class WeightScales(ScalesAhead):
 
     @cute.jit
     def _aim(self, work: WorkTile):
-        """Set `expert` and `begins` for a tile. The end mark (expert < 0) gets the scales of expert 0."""
+        """Set `expert` and `begins` for a tile. The end mark (a tile with expert < 0) gets the scales of expert 0."""
         grid = self.grid
         half = grid.rows // self.rows.parts
         thread = thread_of_warpgroup()
