@@ -217,7 +217,9 @@ class FoldRows(FoldMxfp8):
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
         """Return the row's greatest magnitude, in all threads that share the row.
 
-        maxima: this thread's maxima, as words (`Magnitudes`).
+        Args:
+            maxima: this thread's maxima, as words (`Magnitudes`).
+            warps_a_row: number of warps that share the row.
         """
         thread, _, _ = cute.arch.thread_idx()
         warp = thread // WARP

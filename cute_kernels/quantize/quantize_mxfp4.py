@@ -145,7 +145,9 @@ class QuantizeMxfp4(Invariant):
         """Return the E2M1 elements of a vector, four bits each, side by side. All are 0 if the block has a NaN
         (exponent 255).
 
-        exponent: the scale byte of the vector's block. Scales that are not NaN are at most 2^126.
+        Args:
+            values: the vector, 16 bytes of w.
+            exponent: the scale byte of the vector's block. Scales that are not NaN are at most 2^126.
         """
         multiplier = ((Int32(E8M0_INF) - exponent) << F32_MANTISSA_BITS).bitcast(Float32) * Float32(AS_F16)
         rounded = cute.make_rmem_tensor(self.vector, Float32)
