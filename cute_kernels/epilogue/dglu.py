@@ -160,6 +160,7 @@ class DgluEpilogue(Epilogue):
             scales: the row scales of the thread's two rows.
             sums: for the same two rows, the sums of dm f, where f is the activation's value. The chunk's terms are
                 added to them.
+            stores: the stores of dpreact and of act (slots.py).
             place: the result of `_chunk_at`.
         """
         number, row, column = place

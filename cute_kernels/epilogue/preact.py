@@ -56,10 +56,12 @@ class PreactLayout(Invariant):
         return part, piece
 
     def column(self, column: Int32, slot: int) -> tuple[Int32, int | None]:
-        """Return where slot `slot` of a chunk lies in memory: its first column, and its half (None if memory has no
-        halves).
+        """Return where the content of one of a chunk's slots lies in memory: its first column, and its half (None if
+        memory has no halves).
 
-        column: the first output of the chunk.
+        Args:
+            column: the column of the chunk's first output.
+            slot: 0 or 1, which slot of the chunk's pair.
         """
         if self.name == "concat":
             return column, slot

@@ -113,7 +113,9 @@ class KernelEpilogue(Invariant):
         All threads call this before the warps take their roles. It is called only if `EpilogueShape.load_barriers` is
         not 0.
 
-        staging: all slots of the CTA.
+        Args:
+            barriers: shared memory for `EpilogueShape.load_barriers` mbarriers.
+            staging: all slots of the CTA (buffers in shared memory).
         """
         raise NotImplementedError
 
