@@ -228,7 +228,9 @@ def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
     Return False if weight rows do not begin at lines of L2: a line that leaves half-read is read from memory again
     (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
 
-    row_bytes: bytes of a weight row.
+    Args:
+        tile_m: rows of a tile.
+        row_bytes: bytes of a weight row.
     """
     is_read_once = (work.m_tile == 0) & (work.group_end - work.row <= tile_m)
     return is_read_once & (row_bytes % LINE_BYTES == 0)
