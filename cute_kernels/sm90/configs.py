@@ -163,8 +163,8 @@ def glu_form(
 
     A form is a key of `specs.ACTIVATION_FORMS` or `specs.LAYOUT_FORMS`: one activation (layout), or several among which
     the kernel chooses at run time. Kernels for transposed weights load each layout in a different way
-    (natural_order.py), so their layouts are never merged; their activations are merged on all tiles, except
-    ALONE_TRANSPOSED.
+    (natural_order.py), so each layout has a kernel of its own. Their activations are merged (one kernel for several) on
+    all tiles, except ALONE_TRANSPOSED.
 
     Args:
         activation: name of the activation.

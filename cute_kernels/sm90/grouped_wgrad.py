@@ -91,7 +91,7 @@ class GroupedWgrad(PersistentGemm):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel with `operands`, the mainloop's inputs. `launch` describes the other arguments.
+        """Launch the kernel with `operands`. `launch` describes the arguments that are not listed here.
 
         Args:
             operands: the mainloop's inputs, from `WgradMainloop.operands`.

@@ -124,7 +124,8 @@ class PreactRing(Invariant):
 
 
 class MatrixPair(PreactPair):
-    """A thread's access to a pair of preactivation slots, which it reads by ldmatrix."""
+    """A thread's access to a pair of slots (staging buffers in shared memory) with preactivations, which it reads by
+    ldmatrix."""
 
     def __init__(self, ring: PreactRing, slots: Slots):
         super().__init__(ring, slots)

@@ -160,7 +160,10 @@ class Slots(slots.Slots):
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
         """Write 16 columns of a free slot, from 16-bit registers in accumulator order.
 
-        piece: index of the 16 columns in the slot.
+        Args:
+            values: the thread's 16-bit registers of these columns.
+            slot: the slot's index.
+            piece: index of the 16 columns in the slot: column / 16.
         """
         target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
         cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)

@@ -179,7 +179,10 @@ class WgradEpilogue(KernelEpilogue):
         For each chunk: wait until its previous values are in the chunk's slot, write the new values into the same slot,
         and store the slot.
 
-        adds: True: the new values are previous values plus accumulators; False: the accumulators alone.
+        Args:
+            adds: True: the new values are previous values plus accumulators; False: the accumulators alone.
+            stores: the TMA stores into dw.
+            share: the warpgroup's slabs (64 rows each) of the tile.
         """
         tiles_before = share.turn // PINGPONG_WARPGROUPS if const_expr(self.tile.takes_turns) else share.turn
         targets = self._tiles(stores.tensor, state, work, share)

@@ -323,7 +323,9 @@ class Mainloop(Invariant):
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Return A and B of all stages as wgmma descriptors.
 
-        slab: number of the first slab (64 rows of the tile) that the calling warpgroup multiplies.
+        Args:
+            sA, sB: shared memory of all stages.
+            slab: number of the first slab (64 rows of the tile) that the calling warpgroup multiplies.
         """
         mma = self.tiled_mma()
         thread_mma = mma.get_slice(slab * THREADS)

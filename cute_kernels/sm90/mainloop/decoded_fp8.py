@@ -59,7 +59,7 @@ class Scales(NamedTuple):
 class DecodedRing(Invariant):
     """The ring of decoded k-tiles, with a full and an empty barrier for each slot.
 
-    A CTA numbers its k-tiles over all of its output tiles; k-tile `number` takes slot number % slots.
+    A CTA numbers its k-tiles over all of its output tiles; k-tile n takes slot n % `slots`.
 
     Args:
         barriers: shared memory of the barriers.

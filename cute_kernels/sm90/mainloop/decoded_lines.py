@@ -54,7 +54,9 @@ def slots_bytes(weights: Format, width: int) -> int:
 
     A slot has a k-tile's packed weights in chunks of 16 bytes, and a 32-bit word of scales for each chunk.
 
-    width: columns of a k-tile.
+    Args:
+        weights: format of the weights.
+        width: columns of a k-tile.
     """
     chunks = int(weights.num_bytes(DEPTH * width)) // CHUNK_BYTES
     return SLOTS * chunks * (CHUNK_BYTES + WORD_BYTES)

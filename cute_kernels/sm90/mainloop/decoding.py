@@ -144,7 +144,10 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
 
-        with_rows: True: load rows of x, too; False: load weights alone.
+        Args:
+            sA, sB: shared memory of all stages: weights, and rows of x.
+            with_rows: True: load rows of x, too; False: load weights alone.
+            policy: L2 policy of the weights' loads; None: the default.
         """
         address, *_ = operands.extra
         w_box, x_box = self.w_box, self.x_box

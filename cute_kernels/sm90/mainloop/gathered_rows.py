@@ -176,6 +176,7 @@ class GatherAlongRows(Gather):
             rows: indices of the rows.
             smem: the operand's shared memory.
             share: the lines that this warp copies.
+            num_k_tiles: number of k-tiles of the output tile.
             beside: object whose `load(stages, state, k_tile)` starts this warp's TMA loads; None: the warp has no TMA
                 loads.
         """
@@ -268,6 +269,7 @@ class GatherAcrossRows(Gather):
             rows: indices of the rows.
             smem: the operand's shared memory.
             rank: 0 or 1, the index of the gathering warp.
+            num_k_tiles: number of k-tiles that the group's rows make.
             column: first of the operand's columns that are copied.
         """
         lane = self.lane(smem, rank * (self.k // WARPS))

@@ -192,9 +192,16 @@ class GemmMainloop(WeightsFirst):
     ):  # fmt: skip
         """Fill `count` stages by the loads `a` (rows of x) and `b` (weights). Returns the advanced state.
 
-        arrives: None: if rows come by index and `load_warp_gathers`, this warp gathers rows, too. A boolean: `rows` lie
-            in order. True: this warp's lanes nevertheless arrive at each stage, since the stage's barrier counts them
-            as gathering lanes.
+        Args:
+            address: the offsets of the experts' weights.
+            sA, sB: shared memory of all stages.
+            rows: indices of x's rows.
+            ahead: number of stages that already have their weights.
+            with_rows: True: load rows of x, too; False: load weights alone.
+            policy: L2 policy of the weights' loads; None: the default.
+            arrives: None: if rows come by index and `load_warp_gathers`, this warp gathers rows, too. A boolean: `rows`
+                lie in order. True: this warp's lanes nevertheless arrive at each stage, since the stage's barrier
+                counts them as gathering lanes.
         """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
