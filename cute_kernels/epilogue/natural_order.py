@@ -48,7 +48,7 @@ class BlocksEpilogue(ActivationEpilogue):
 
 class NeighboursEpilogue(ActivationEpilogue):
     """Epilogue for layout "interleaved". Of each 4 neighbouring outputs of a row, a thread has one, but in the order of
-    accumulators it needs two neighbours. So the four lanes of a quad exchange outputs, in 16 bits."""
+    accumulators it needs two neighbours. So the four lanes of a quad (equal lane / 4) exchange outputs, in 16 bits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)

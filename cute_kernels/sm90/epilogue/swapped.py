@@ -2,7 +2,7 @@
 
 Element (row, column) of a slab's accumulators (`fragments`) is output column `row` and output row `column`. At register
 4 j + v, thread t has output column 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and output row 8 j + 2 (t % 4) + v % 2.
-If a slab holds equal numbers of rows of a and u (the activated and the linear half of a gated layer), v / 2 is the
+A slab may hold equal numbers of rows of a and u (the activated and the linear half of a gated layer). Then v / 2 is the
 half, and the output column is 8 (t / 32) + (t % 32) / 4 of 32. stmatrix transposes the results on their way into a
 slot.
 

@@ -348,7 +348,7 @@ class Mainloop(Invariant):
         return [Loop(num_k_tiles, self.tile.slabs, self.tile.k)]
 
     def accumulators(self) -> cute.Tensor:
-        """Allocate a thread's accumulators: (registers of a wgmma, slab, 1)."""
+        """Allocate a thread's accumulators: (registers of a wgmma, slab, 1). A slab is 64 rows of the tile."""
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((self.tile.m, self.tile.n)), Float32)
 
     @cute.jit

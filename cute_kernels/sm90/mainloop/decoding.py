@@ -202,7 +202,7 @@ class DecodingMainloop(WeightsFirst):
         return (self.tile.m, self.tile.m // 2) if is_worth else (self.tile.m,)
 
     def accumulators(self) -> cute.Tensor:
-        """Allocate a thread's accumulators: (registers of a wgmma, slab, 1)."""
+        """Allocate a thread's accumulators: (registers of a wgmma, slab, 1). A slab is 64 weight rows."""
         shape = (self.tile.slabs * ROWS, self.tile.m)
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 

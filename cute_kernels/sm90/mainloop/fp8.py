@@ -142,7 +142,8 @@ class Fp8Mainloop(GemmMainloop):
         )  # fmt: skip
 
     def accumulators(self) -> cute.Tensor:
-        """Allocate a thread's accumulators, slab by slab; within a slab in the order of one wgmma over all columns."""
+        """Allocate a thread's accumulators, slab (64 rows) by slab; within a slab in the order of one wgmma over all
+        columns."""
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
     def first_row(self, share: TileShare) -> Int32:
@@ -259,7 +260,7 @@ class Fp8Mainloop(GemmMainloop):
             partial: the piece's sums of one k-tile.
             scales: the thread's RowScales.
             taken: the k-tile's scales, from `scales.take`.
-            slab: index of the piece's slab.
+            slab: index of the piece's slab (64 rows of the tile).
             columns: index of the piece along columns.
         """
         regs = PIECE_REGS // 2 // scales.halves
