@@ -198,7 +198,10 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Return a page's text with a new table between its marks."""
+    """Return `page`, the Markdown text of a page, with `table()` between the marks BEGIN and END.
+
+    What was between the marks is replaced. A page without marks is returned unchanged.
+    """
     return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", page, flags=re.DOTALL)
 
 

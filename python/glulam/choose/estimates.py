@@ -90,7 +90,7 @@ class Estimate(NamedTuple):
 
 
 def _measured_us(parts: Sequence[ProblemGemm], tile: TileConfig, known: Measured) -> float | None:
-    """Return the sum of the measured times of a problem's GEMMs (`parts`) on a tile; None: one was not measured."""
+    """Return the sum of the measured times of a problem's GEMMs (`parts`) on a tile; None: `known` lacks one."""
     curves = [known.curves.get(part.key) for part in parts]
     times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
     return sum(us for us in times if us) if all(times) else None

@@ -96,8 +96,9 @@ _serving: Plans[FunctionChooser] = Plans()
 
 
 def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:
-    """Return the `FunctionChooser` of a problem on a GPU, which gives the function for any number of rows. It is kept.
+    """Return the `FunctionChooser` of a problem on a GPU, which gives the function for any number of rows.
 
+    It is made once for all problems that differ only in their number of rows.
     The functions for different numbers of rows may differ only in their tiles.
 
     Raises:
@@ -173,7 +174,10 @@ def _asked_for(spec: Spec | None, fields: dict[str, Any]) -> Spec:
 
 
 def forget_choices() -> None:
-    """Drop all choices and plans; preferences and tuned tables are read again when the next kernel is chosen."""
+    """Drop all choices of kernels, and all plans (launches that are kept for later calls).
+
+    Preferences and tuned tables are read again when the next kernel is chosen.
+    """
     known.forget()
     forget_plans()
 

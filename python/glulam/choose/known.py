@@ -46,11 +46,13 @@ NOISE = 0.01
 
 
 class Held(NamedTuple):
-    """The contents of tables (table.py: kernel times from `glulam tune`, or preferences) that hold for this machine.
-    These are the layers of all sections whose stamp (GPU, versions) matches.
+    """All entries that hold for this machine, of the tuned tables or of the files of preferences.
+
+    An entry is a `table.Layer`: a problem without its number of rows, with its kernels and, in a tuned table, their
+    times. Entries lie in the sections of a file (table.py). A section holds if its stamp (GPU, versions) matches.
 
     Attributes:
-        layers: {`Layer.key`: (layer, its file)}. A `table.Layer` is a problem with its kernels and their times.
+        layers: {`Layer.key`: (the entry, the file that has it)}.
         ignored: a line of text for each file, or part of a file, that is ignored.
     """
 
@@ -59,7 +61,7 @@ class Held(NamedTuple):
 
     @property
     def preferred(self) -> dict[Spec, Spec]:
-        """Return {family (`shipped.family_of`): preferred kernel}. Only for a Held that was read from preferences."""
+        """Return {family (spec without tiles): preferred kernel}. Only for a Held that was read from preferences."""
         return {family_of(spec): spec for layer, _ in self.layers.values() for spec in layer.kernels.values()}
 
 
@@ -103,7 +105,7 @@ def _opened(make: bool = False) -> Iterator[Path]:
 
 
 def _by_folder_name(text: str) -> str:
-    """Replace the /proc/self/fd path that `_opened` yields by the folder's own name in a message; return it."""
+    """Return `text`, a message, with the folder's own name in place of the /proc/self/fd path that `_opened` yields."""
     return _REACHED.sub(lambda _: records.shown(folder()), text)
 
 
@@ -138,7 +140,7 @@ def tables() -> list[Path]:
 
 
 def _preferences(place: Path) -> list[Path]:
-    """Return the *.json files of a folder, which may be preferences."""
+    """Return the *.json files of folder `place`, which may be preferences."""
     return sorted(place.glob("*.json"))
 
 
@@ -266,7 +268,9 @@ def _sections(path: Path, dropped: str = "") -> list[Section]:
 
 
 def prefer(spec: Spec, keep: bool = True) -> None:
-    """Make `spec` the preferred kernel for every problem of its family (`shipped.family_of`), with any number of rows.
+    """Make `spec` the preferred kernel for every problem that its family serves, with any number of rows.
+
+    A family is all kernels that differ only in their tiles (`shipped.family_of`).
 
     If the preference cannot be stored, a warning says so, and later processes keep their earlier preference.
 
@@ -449,6 +453,11 @@ def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float
 
     The candidates are the kernels that were fastest at the two measured points around `average`, and the shipped
     kernel. The list is empty if the layer has no points near `average` (see `REACH`).
+
+    Args:
+        layer: a problem's kernels with their measured times.
+        shipped: the shipped kernel's name.
+        average: rows an expert.
     """
     if not layer.points:
         return []

@@ -95,7 +95,15 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
-    """Return the result of `families_of` for a problem, derived from any spec that serves the problem."""
+    """Return the families (specs without tiles, `family_of`) of all kernels that can serve a problem.
+
+    The result is the one of `families_of`, made from a spec that is known already. The families differ only in the set
+    of activations and the set of gate layouts that a kernel serves.
+
+    Args:
+        spec: a kernel that serves the problem, with any tile. All fields except these two come from it.
+        problem: has the activation and the gate layout that the two sets must contain.
+    """
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):

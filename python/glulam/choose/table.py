@@ -39,7 +39,7 @@ Us = dict[str, dict[str, float]]  # [kernel's name][routing's name]
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """The conditions under which a section's measurements hold.
+    """The conditions under which a section of a table, a group of measurements, holds.
 
     Attributes:
         gpu: the GPU's name; "" for preferences.
@@ -160,7 +160,7 @@ class _Written:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The layers that hold on one GPU with one version, by `Layer.key`."""
+    """A part of a file: the entries (`Layer`) that hold on one GPU with one version, by `Layer.key`."""
 
     stamp: Stamp
     layers: dict[str, Layer]
@@ -171,7 +171,7 @@ def section(stamp: Stamp, *layers: Layer) -> Section:
 
 
 def layer_of(problem: Problem) -> dict[str, Any]:
-    """Return the fields of a problem that identify its layer: those that differ from their defaults.
+    """Return the fields of a problem that identify its `Layer` in a table: those that differ from their defaults.
 
     `rows`, `world_experts` and `invariant` are left out: they only decide among a layer's kernels.
     """
@@ -182,7 +182,7 @@ def layer_of(problem: Problem) -> dict[str, Any]:
 
 
 def layer_key(problem: Problem) -> str:
-    """Return the `Layer.key` of a problem's layer."""
+    """Return the key under which a section of a table has a problem's `Layer`."""
     return json.dumps(layer_of(problem), sort_keys=True)
 
 
