@@ -150,8 +150,14 @@ def _front(
 ) -> Callable[..., Any]:
     """Compile a function from the lines of its body; the result has its source in the attribute `text`.
 
-    Objects that the lines use (`names`) become closure variables, since torch.compile would look up globals in the
-    module.
+    Objects that the lines use become closure variables, since torch.compile would look up globals in the module.
+
+    Args:
+        name: the function's name.
+        parameters: the function's parameters as Python source, with defaults.
+        lines: the body.
+        module: becomes the function's `__module__`.
+        names: the objects that the lines use, by name.
     """
     text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
     body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]

@@ -15,7 +15,7 @@ _numbers = itertools.count(1)
 
 
 def compiled(text: str, name: str) -> CodeType:
-    """Compile the one function in `text`. Its source lines are kept for the life of the process."""
+    """Compile the one function in `text`, as file `name`. Its source lines are kept for the life of the process."""
     module = compile(text, name, "exec")
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))

@@ -230,7 +230,7 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 
     The partial results are the ranks' addends of a result or of a gradient.
 
-    splits: the split of the call for each dimension of the mesh.
+    splits: for each dimension of the mesh, the `Split` that divides the call.
     """
     if not call.invariant:
         return
@@ -245,7 +245,7 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
     """Raise ValueError if a sharded dimension cannot be divided equally, with each gate beside its up-projection.
 
-    splits: the split of the call for each dimension of the mesh.
+    splits: for each dimension of the mesh, the `Split` that divides the call.
     """
     parts: dict[tuple[str, Any], int] = {}
     for dim, split in enumerate(splits):
@@ -262,7 +262,13 @@ def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
 
 
 def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
-    """Replace the DTensors of an argument by this rank's local tensors. `splits`: one for each mesh dimension."""
+    """Replace the DTensors of an argument by this rank's local tensors.
+
+    Args:
+        value: the argument.
+        name: the argument's name.
+        splits: for each dimension of the mesh, the `Split` that divides the call.
+    """
     if isinstance(value, dtensor()):
         return _local_tensor(value, [split.dims.get(name) for split in splits], splits)
     if isinstance(value, GateUp):
@@ -279,7 +285,8 @@ def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequenc
     Args:
         tensor: the DTensor.
         cuts: for each dimension of the mesh, the tensor's sharded dimension, SUM, or None (replicated).
-        splits: for each dimension of the mesh, the split of the call.
+        splits: for each dimension of the mesh, the `Split` that divides the call. It decides the placement of the
+            gradient: where the call is divided but the tensor is whole, each rank has an addend of the gradient.
     """
     grads, is_zero = [], False
     for dim, (cut, split, placement) in enumerate(zip(cuts, splits, tensor.placements, strict=True)):
@@ -294,7 +301,7 @@ def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequenc
 
 
 def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
-    """Make DTensors from this rank's results. `splits`: the split of the call, for each dimension of the mesh."""
+    """Make DTensors from this rank's results. `splits`: how each mesh dimension divides the call."""
     if isinstance(result, tuple):
         return tuple([_global(one, mesh, splits) for one in result])
     if result is None:

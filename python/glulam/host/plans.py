@@ -104,7 +104,12 @@ _all_plans: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
 
 
 class Plans(Generic[PlanType]):
-    """The kept plans of one operator. Looking up takes no lock."""
+    """The plans of one operator that are kept for later calls, looked up by the metadata of a call's tensors.
+
+    A plan is an object that runs a call without checking the metadata again: a launch (`calls.launch.Plan`), or forward
+    and backward of a call together (`backward.planned`, `calls.addressed.GradientPlan`). A look-up takes no lock.
+    Some modules keep other objects in this class, such as choosers of kernels, only by `find` and `keep`.
+    """
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
@@ -167,7 +172,7 @@ class Plans(Generic[PlanType]):
                 self._guarded[place] = [*alike, guarded]
 
     def keep(self, key: Hashable, plan: PlanType) -> None:
-        """Keep a plan under a key. If there are MAX_PLANS plans, the oldest quarter is dropped."""
+        """Keep a plan under a key of `look_up`. If there are MAX_PLANS plans, the oldest quarter is dropped."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
     def keep_resizable(
@@ -204,7 +209,10 @@ class Plans(Generic[PlanType]):
         return self._resizable.get(self._signature(key, lead))
 
     def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
-        """Return the key without the sizes `lead`; None if the tensors with rows do not all have these sizes."""
+        """Return the key without the sizes `lead`, equal for calls that differ only in their number of rows.
+
+        None: the tensors with rows do not all have these sizes, or `keep_resizable` stored no call with these options.
+        """
         options, *given = key
         signature = [options]
         for one, has_rows in zip(given, self._per_row.get(options, ()), strict=False):
