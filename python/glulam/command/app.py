@@ -137,7 +137,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 def row(help: str, kind: Any = str | None, default: Any = None, **how: Any) -> Row:
-    """Declare an option. `how`: further arguments of `typer.Option`."""
+    """Declare an option of type `kind`. `help`: its help text. `how`: further arguments of `typer.Option`."""
     return Row(kind, default, {"help": help, **how})
 
 
@@ -152,7 +152,15 @@ def count(help: str, default: Any = None, least: int = 1) -> Row:
 
 
 def parsed(help: str, valid: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
-    """Declare an option whose text `parse` converts. `valid`: describes valid text, for the error "... is not ..."."""
+    """Declare an option whose text `parse` converts; `parse` raises ValueError for invalid text.
+
+    Args:
+        help: the help text.
+        valid: describes valid text, for the error "... is not ...".
+        metavar: stands for the value in the help, such as "MxNxK".
+        parse: converts the text.
+        default: the value if the option is not given.
+    """
 
     def parser(text: str) -> Any:
         try:
@@ -164,7 +172,15 @@ def parsed(help: str, valid: str, metavar: str, parse: Callable[[str], Any], def
 
 
 def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", listed: str = "") -> Row:
-    """Declare an option that takes one of `words`. `listed`: how the error lists the words. Empty: all words."""
+    """Declare an option that takes one of `words`.
+
+    Args:
+        help: the help text.
+        words: the valid values.
+        default: the value if the option is not given.
+        metavar: stands for the value in the help. Empty: all words.
+        listed: how the error lists the words. Empty: all words.
+    """
     choices = list(words)
     return parsed(
         help, f"one of {listed or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
@@ -173,7 +189,12 @@ def word(help: str, words: Iterable[str], default: Any = None, metavar: str = ""
 
 
 def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a function to make it a command, with an option for each row; its docstring is the help text."""
+    """Decorate a function to make it a command; the function's docstring is the help text.
+
+    Args:
+        path: the command as typed after `glulam`, such as "tune" or "cache list".
+        rows: {parameter of the function: the option that sets it}.
+    """
     group = cache_app if path.startswith("cache ") else app
     parameters = [row.parameter(option) for option, row in rows.items()]
 

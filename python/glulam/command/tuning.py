@@ -109,7 +109,7 @@ def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def compile_kernel(
     op: str | None, tile: tuple[int, ...], cluster: str, schedule: str, prefer: bool, tuned: bool, **form: Any
 ) -> None:
-    """Make a kernel that the bundle lacks, and keep it in the cache."""
+    """Compile a kernel that the bundle lacks, or with --tuned all that tables choose, and keep it in the cache."""
     if tuned == (op is not None):
         raise ValueError(f"give an operator ({OPS}) or --tuned, one of the two")
     if op is not None:
@@ -133,7 +133,7 @@ def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
 
     Args:
         spec: the kernel. None: `fields` describe it, see `kernels.compile`.
-        prefer: let the kernel serve all later calls of its kind.
+        prefer: True: the kernel serves all later calls that it can compute (those of its family, `family_of`).
         fields: arguments of `kernels.compile`.
     """
     start = time.perf_counter()
@@ -261,7 +261,7 @@ def _show_tables() -> None:
 
 
 def _layer_table(layer: table.Layer) -> Table:
-    """Return a table to print for one layer's tuned kernels."""
+    """Return a table to print for `layer`, one entry of a tuned table: its kernels and their times."""
     grid = Table(title=report.describe(layer))
     for heading in report.HEADER[:-1]:
         grid.add_column(heading, justify="right")

@@ -10,7 +10,7 @@ from ..choose.table import Layer, Point, Stamp
 
 
 def describe(layer: Layer) -> str:
-    """Describe a layer's problem in one line."""
+    """Describe the problem of `layer`, an entry of a tuned table, in one line."""
     p = layer.problem
     sizes = [str(p[name]) for name in ("in_features", "intermediate", "out_features") if name in p]
     words = [str(p[name]) for name in ("dtype", "activation") if name in p]

@@ -23,7 +23,7 @@ def apportion(rows: int, weights: list[float]) -> list[int]:
 
 
 def group_sizes(rows: int, experts: int, routing: str) -> list[int]:
-    """Return the number of rows of each expert; they sum to `rows`. Raises ValueError for an unknown routing."""
+    """Return the number of rows of each expert; they sum to `rows`. `routing`: one of ROUTINGS, else ValueError."""
     name, _, concentration = routing.partition(":")
     if name not in ("uniform", "dirichlet"):
         raise ValueError(f"tune: routing is {routing!r}; choose 'uniform' or 'dirichlet:0.5'")
