@@ -342,7 +342,7 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(form: Form, parts: Parts, report: bool) -> Parts:
-    """Convert a weight's parts to the layout of `form`; see `Form.made`."""
+    """Return a weight's parts, converted to the layout of `form`. `report`: see `Form.made`."""
     return form.made(parts, report)
 
 

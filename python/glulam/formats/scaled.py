@@ -120,7 +120,7 @@ class Scaled:
 
     @classmethod
     def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
-        """Restore the values of the non-tensor fields from their JSON, which torch.export stores in a program."""
+        """Restore the values of the non-tensor fields from `form`, their JSON in a program of torch.export."""
         return tuple(form)
 
     def form_name(self) -> str:
@@ -151,7 +151,12 @@ class Scaled:
 
     @classmethod
     def _unflattened(cls, parts: Any, form: Any) -> Any:
-        """Rebuild an instance for pytree functions, without checks: the parts may have been replaced by any objects."""
+        """Rebuild an instance for pytree functions, without checks: the parts may have been replaced by any objects.
+
+        Args:
+            parts: the values of the tensor fields.
+            form: the values of all other fields.
+        """
         return cls.unchecked(*parts, *form)
 
     @classmethod

@@ -19,7 +19,10 @@ from .tensor import MXFP4Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4(Words):
-    """The layout of a prepared MXFP4Tensor, for recipe "mxfp4_weight_only": int32 words and E8M0 scales."""
+    """The layout in which kernels of recipe "mxfp4_weight_only" read weights: int32 words and E8M0 scales.
+
+    An MXFP4Tensor has this layout after `prepare_`.
+    """
 
     name = "mxfp4"
     kind = MXFP4Tensor

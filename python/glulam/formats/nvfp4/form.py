@@ -16,7 +16,11 @@ from .tensor import BLOCK, SCALE_DTYPE, NVFP4Tensor, by_row, check_global_scale
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4(Words):
-    """The layout of a prepared NVFP4Tensor: int32 words, E4M3 block scales, float32 global scales."""
+    """Describes the layout in which kernels read NVFP4 weights, and converts weights to it; holds no weight itself.
+
+    The layout is that of an NVFP4Tensor after `prepare_`: data as int32 words of eight elements, E4M3 block scales,
+    float32 global scales.
+    """
 
     name = "nvfp4"
     kind = NVFP4Tensor
