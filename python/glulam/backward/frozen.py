@@ -39,7 +39,14 @@ def part_names(name: str) -> tuple[str, ...]:
 
 
 def parts_of(given: dict[str, Any], name: str) -> Parts:
-    """Return a weight's tensors as Parts: elements, scales and global scale, or None. `given`: arguments by name."""
+    """Return the tensors of a quantised weight as Parts: elements, scales and global scale.
+
+    A part that `given` lacks is None, such as the global scale of a format that has none.
+
+    Args:
+        given: a call's arguments by name.
+        name: the weight's name, such as "w1".
+    """
     return Parts(*[given.get(part) for part in part_names(name)])
 
 

@@ -68,7 +68,7 @@ class AllToAll:
 
     @contextlib.contextmanager
     def sending(self, phase: str) -> Iterator[None]:
-        """Context in which rows are sent after a header.
+        """Context in which rows are sent after a header. `phase`: the operation's name in errors.
 
         If this rank raises inside, the object refuses all later calls: the other ranks still wait for the remaining
         rows, until their time-out.

@@ -124,7 +124,13 @@ class Headers:
         return received
 
     def tell(self, phase: str, status: str, answers: int = 0) -> None:
-        """Send only a header with status "refused" or "failed", without rows; the other ranks raise a PeerError."""
+        """Send only a header with status "refused" or "failed", without rows; the other ranks raise a PeerError.
+
+        Args:
+            phase: the kind of operation, one of PHASES.
+            status: "refused" or "failed".
+            answers: see Header.
+        """
         if self._ended:
             return
         try:

@@ -376,7 +376,11 @@ class ExpertParallel:
 
     @functools.cached_property
     def _tried(self) -> set[Any]:
-        """Keys of the kinds of arguments that the experts have checked and accepted."""
+        """Keys of calls that `_try_experts` need not try again, since the experts accepted such arguments before.
+
+        A key has: True if tokens are in 16 bits, not MXFP8; the grad mode; type, shape and dtype of each argument
+        (`_kind`).
+        """
         return set()
 
     def _as_sent(self, op: str, recipe: str | Recipe, x: Tokens) -> Tokens:
