@@ -36,7 +36,10 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
 
 
 def _check_symbols(library: ctypes.CDLL, package: str, symbols: list[str]) -> None:
-    """Raise ToolchainError if a run-time library lacks a symbol that a bundle needs; its version does not matter."""
+    """Raise ToolchainError if a run-time library lacks one of `symbols`, which a bundle needs.
+
+    The library's version does not matter. package: name of the library's distribution.
+    """
     if lacking := [symbol for symbol in symbols if not hasattr(library, symbol)]:
         version = toolchain.versions()[package] or "of an unknown version"
         raise ToolchainError(
