@@ -124,7 +124,10 @@ def load(
 
 
 def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
-    """Return a spec's cached function, verified and loaded; None if there is no usable entry."""
+    """Return a spec's cached function, verified and loaded; None if there is no usable entry.
+
+    tracer: see `cache_key`.
+    """
     with contextlib.suppress(BundleError):
         hashes = sources_of(spec, tracer)  # once: looking at every file is most of what finding takes
         return load(cache_root() / cache_key(spec, tracer, hashes), spec, tracer, hashes)
@@ -132,7 +135,7 @@ def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
 
 
 def make_root(root: Path) -> None:
-    """Make the cache's folder, and mark it as made by Glulam unless it contains files that are not Glulam's."""
+    """Make `root`, the cache's folder, and mark it as made by Glulam unless it contains files that are not Glulam's."""
     folders.make(root)
     if not os.path.lexists(root / MARKER) and all(_is_our_name(path) for path in root.iterdir()):
         with contextlib.suppress(FileExistsError), folders.opened(root) as at:
@@ -147,7 +150,7 @@ def _is_our_name(path: Path) -> bool:
 
 
 def lock_of(root: Path, key: str) -> Path:
-    """Return the lock file for a key.
+    """Return the lock file for a key in `root`, the cache's folder.
 
     Keys share 256 lock files: a lock file is never removed, and one for each key would be too many.
     """

@@ -114,7 +114,10 @@ def _aim(module: Any, cpu: str) -> None:
 
 
 def _export(compiled: Any, file: Path, name: str, machine: host.Host) -> None:
-    """Write a compiled function as object code that runs on every CPU of the kind `machine`."""
+    """Write a compiled function to the object file `file`, which runs on every CPU of the kind `machine`.
+
+    name: the exported function's name.
+    """
     if machine == host.here():
         if machine.machine == "x86_64":  # elsewhere LLVM's target machine is the baseline already
             _aim(compiled.ir_module, machine.baseline)
@@ -136,6 +139,7 @@ def compile_spec(spec: specs.Spec, directory: Path, tracer: str, machine: host.H
     """Compile one spec, with host code for any CPU of a machine, to `directory`/<spec.name>.o.
 
     Call this only in a process of its own: it imports cutlass for the spec's architecture, and no other can follow.
+    `tracer` names the function that traces the spec, as "module:function".
 
     Raises:
         CompileError: the kernel does not compile, or the compiler's report is incomplete.

@@ -104,6 +104,11 @@ def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]
     """Make the function of a spec, which the cache does not have, and return it.
 
     If the cache's folder cannot be used, a RuntimeWarning says so and the kernel lives in a temporary folder.
+
+    Args:
+        spec: the spec.
+        tracer: see `cache.cache_key`.
+        maker: compiles the kernel.
     """
     root, key = cache_root(), cache_key(spec, tracer)
     try:

@@ -49,7 +49,10 @@ def _check_symbols(library: ctypes.CDLL, package: str, symbols: list[str]) -> No
 
 
 def _open_library(path: Path, needs: Mapping[str, list[str]]) -> Any:
-    """Load a shared library as a TVM-FFI module. This is the only function that executes code of a bundle."""
+    """Load a shared library as a TVM-FFI module. This is the only function that executes code of a bundle.
+
+    needs: the symbols that the library takes from each run-time library, as in `Manifest.needs`.
+    """
     runtime, ffi = toolchain.runtime_library(), toolchain.tvm_ffi_library()
     import tvm_ffi  # imports torch if torch is installed
 

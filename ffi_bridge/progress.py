@@ -86,7 +86,14 @@ class Progress:
 
 @contextlib.contextmanager
 def shown(title: str, total: int, wanted: bool = True, period_s: float = PERIOD_S) -> Iterator[Progress]:
-    """Yield a Progress to report to, and show it on standard error while the block runs."""
+    """Yield a Progress to report to, and show it on standard error while the block runs.
+
+    Args:
+        title: text before the counts.
+        total: number of kernels.
+        wanted: False: show nothing.
+        period_s: seconds between two lines of a log.
+    """
     progress = Progress(title, total)
     with _display(progress, period_s) if wanted else contextlib.nullcontext():
         yield progress

@@ -77,13 +77,13 @@ def _one_line(remarks: str) -> str:
 
 
 def _sections(text: str) -> dict[str, str]:
-    """Return the report of ptxas on each entry function, by kernel name."""
+    """Split `text`, the report of ptxas, into its parts on the entry functions; return them by kernel name."""
     _, *pieces = _SECTION.split(text)
     return dict(zip(pieces[0::2], pieces[1::2], strict=True))
 
 
 def _diagnostics(text: str, kernels: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return C75xx codes by kernel; a code that names none of `kernels` counts for all of them."""
+    """Return the C75xx codes in `text`, the report of ptxas, by kernel; a code for none of `kernels` counts for all."""
     found: dict[str, set[str]] = {name: set() for name in kernels}
     for match in _DIAGNOSTIC.finditer(text):
         code, blamed = match.group(1) or match.group(3), match.group(2)
@@ -93,7 +93,10 @@ def _diagnostics(text: str, kernels: Sequence[str]) -> dict[str, tuple[str, ...]
 
 
 def dynamic_smem(host_ir: str) -> dict[str, int]:
-    """Return bytes of dynamic shared memory by kernel, the maximum over its launches, from the lowered host module."""
+    """Return bytes of dynamic shared memory by kernel, the maximum over its launches.
+
+    host_ir: text of the lowered host module.
+    """
     result: dict[str, int] = {}
     values: dict[str, int] = {}
     computed: set[str] = set()

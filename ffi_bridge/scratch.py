@@ -46,6 +46,7 @@ def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
     """Make a `scratch` folder that no other user can replace by another folder.
 
     The folder lies in `root`, or in the folder for temporary files if other users may rename entries of `root`.
+    prefix: see `scratch`.
     """
     place = Path(os.path.realpath(root))
     if not folders.only_ours(place):
@@ -121,7 +122,10 @@ def _last_written(folder: Path) -> float:
 
 
 def sweep(root: Path, prefix: str) -> None:
-    """Remove this user's old `scratch` folders in `root`, left by killed processes; new ones may be in use."""
+    """Remove this user's old `scratch` folders in `root` whose names begin with `prefix`, left by killed processes.
+
+    New ones stay, since they may be in use.
+    """
     for folder in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if _is_ours(folder) and time.time() - _last_written(folder) > ABANDONED_S:

@@ -1,4 +1,7 @@
-"""Checks of a bundle or object against its manifest, this machine and the installed sources, before it is loaded."""
+"""Checks of a bundle or object against its manifest, this machine and the installed sources, before it is loaded.
+
+In signatures, `folder` is the folder that holds manifest.json and the library or object.
+"""
 
 from __future__ import annotations
 
