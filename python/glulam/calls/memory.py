@@ -127,7 +127,7 @@ def extent(matrix: Tensor) -> int:
 
 
 def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise ValueError if `out` shares a byte with an input.
+    """Raise ValueError if `out` shares a byte with `other`, the input named `other_name`.
 
     Two disjoint column ranges of one buffer pass: they interleave, but do not overlap.
     """

@@ -70,7 +70,12 @@ class Stamp:
 
 
 def stamp_of(gpu: str, driver: str = "") -> Stamp:
-    """Make the stamp of measurements made now on a GPU of this name; for "", the stamp of a preference."""
+    """Make the stamp of measurements made now on a GPU; with `gpu` "", the stamp of a preference.
+
+    Args:
+        gpu: the GPU's name.
+        driver: the driver's CUDA version, as text.
+    """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     if not gpu:
         return Stamp("", {"glulam": __version__}, "", date, "")
@@ -212,7 +217,7 @@ def first_of(lines: Sequence[str]) -> str:
 
 
 def read(path: Path) -> list[Section]:
-    """Read a file strictly; return its sections.
+    """Read a file; return its sections, each with the entries for one GPU and version. Nothing wrong is tolerated.
 
     Raises:
         ValueError: the file is no table, has another schema, or holds something that the tuner does not write. The
@@ -226,7 +231,7 @@ def read(path: Path) -> list[Section]:
 
 
 def content(path: Path) -> Content:
-    """Read a file; return its valid sections, and what is wrong with the rest.
+    """Read a file; return its valid sections (entries for one GPU and version), and what is wrong with the rest.
 
     Raises:
         ValueError: the file is no table, or has another schema. The message has one line.
@@ -377,7 +382,7 @@ def _to_dict(section: Section) -> dict[str, Any]:
 
 
 def _indented(value: Any, depth: int = 0) -> str:
-    """Return JSON text in which each value that contains no list takes one line."""
+    """Return JSON text in which each value that contains no list takes one line. `depth`: levels around the value."""
     indent = " " * (depth + 1)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(indent + _indented(item, depth + 1) for item in value) + "\n" + " " * depth + "]"

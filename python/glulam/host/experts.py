@@ -239,7 +239,10 @@ def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
 
 
 def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
-    """Return the kept table for these addresses, or make one. It is ready for the current stream."""
+    """Return the table of these addresses, kept from an earlier call or made now, ready for the current stream.
+
+    kind: "weight", "bias" or "gradient".
+    """
     if table := _tables.get((kind, addresses)):
         table.use()
         return table

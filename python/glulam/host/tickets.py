@@ -1,5 +1,7 @@
 """Ticket counters: int32 in device memory, from which the clusters of a persistent kernel draw the numbers of tiles.
 
+In signatures, `index` is the device's index.
+
 Counters are zero between calls. Two calls that may overlap must not share counters.
 
 Outside of graphs: calls on one stream by one thread run one after the other, so they share counters. Calls of different
