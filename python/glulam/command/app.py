@@ -137,7 +137,14 @@ REQUIRED = inspect.Parameter.empty
 
 
 def row(help: str, kind: Any = str | None, default: Any = None, **how: Any) -> Row:
-    """Declare an option of type `kind`. `help`: its help text. `how`: further arguments of `typer.Option`."""
+    """Declare an option.
+
+    Args:
+        help: the help text.
+        kind: the option's type.
+        default: the value if the option is not given.
+        how: further arguments of `typer.Option`.
+    """
     return Row(kind, default, {"help": help, **how})
 
 

@@ -31,7 +31,7 @@ INTERRUPTED = 130  # exit status that shells report after Ctrl-C
 
 
 def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
-    """Parse positive integers. Raises ValueError."""
+    """Parse a text of positive integers with a separator between them. Raises ValueError."""
     numbers = tuple(int(part) for part in text.lower().split(separator))
     if min(numbers) < 1:
         raise ValueError

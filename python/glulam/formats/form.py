@@ -132,7 +132,7 @@ class Form:
         return Parts(data, scale)
 
     def quantized_tensor(self, w: Any) -> Any:
-        """Quantise a weight in 16 bits, and return a tensor of class `kind`."""
+        """Quantise a weight in 16 bits, and return a tensor of the class `self.kind`."""
         made: Any = self.kind
         return made(*[part for part in self.quantized(w) if part is not None])
 

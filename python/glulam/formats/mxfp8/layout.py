@@ -36,7 +36,10 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def outer_and_blocks(rows: int, columns: int, axis: str) -> tuple[int, int]:
-    """Return (outer, blocks), the shape of the matrix of scales (top of this file) for a matrix [rows, columns]."""
+    """Return (outer, blocks), the shape of the matrix of scales (top of this file) for a matrix [rows, columns].
+
+    axis: "row" or "col", along which blocks lie.
+    """
     return (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
 
 
