@@ -276,7 +276,9 @@ class Path:
         return part(dy=dy, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups)
 
     def _write(self, write: WeightGrad, dy: Tensor, x: Tensor, groups: Tensor, **rows: Any) -> Any:
-        """Compute a weight's gradient by the caller's function instead of `grouped_wgrad`; return a gradient or None.
+        """Compute a weight's gradient by the caller's function instead of `grouped_wgrad`; return its result.
+
+        The result is the gradient, or None if autograd shall get none (`parts.WeightGrad`).
 
         Args:
             write: the caller's function for this weight (`Targets.weights`). It is called with dy, x, and a dict of

@@ -190,12 +190,18 @@ class _Rows(Exchange):
         return self._swap(phase, out, rows, self.num_received, self.num_sent)
 
     def _back(self, phase: str, rows: Tensor, out: Tensor) -> Tensor:
-        """Send rows back to their tokens' ranks; return `out`, whose first rows are the rows that came back here."""
+        """Send rows back to their tokens' ranks; return `out`, whose first rows are the rows that came back here.
+
+        phase: the operation's name in errors.
+        """
         self._swap(phase, out[: sum(self.num_sent)], rows, self.num_sent, self.num_received)
         return out
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        """Exchange rows with all ranks. With gloo, which does not send GPU memory, GPU tensors go through the host."""
+        """Exchange rows with all ranks; for the arguments see `AllToAll.swap`. Return `out`.
+
+        With gloo, which does not send GPU memory, GPU tensors go through the host.
+        """
         by_host = out.is_cuda and self.transport.back_end == "gloo"
         received = torch.empty(out.shape, dtype=out.dtype, device="cpu") if by_host else out
         sent = rows.cpu() if by_host else rows

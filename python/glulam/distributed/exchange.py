@@ -104,8 +104,9 @@ class Exchange(abc.ABC):
             d_weights: the gradients of the received weights; None: weights need no gradient.
 
         Returns:
-            (gradient of this rank's own tokens [N, H], summed over ranks; gradient of their weights [N, K] or None).
-                The gradient of a weight comes from the rank of the choice's expert; 0 for a choice without an expert.
+            (gradient of this rank's own tokens [N, H], summed over ranks; gradient of their weights [N, K], None if
+                `d_weights` is None). The gradient of a weight comes from the rank of the choice's expert; 0 for a
+                choice without an expert.
         """
 
 

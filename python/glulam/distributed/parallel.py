@@ -491,7 +491,7 @@ def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any)
 
 
 def _kind(value: Any) -> Any:
-    """Return a key for the kind of an argument: the properties that experts check, such as type, shape and dtype.
+    """Return the properties of an argument that experts check, such as type, shape and dtype, as part of a key.
 
     For a list, the key has the length and the first tensor's properties.
     """
