@@ -1,7 +1,8 @@
 """Class `Quantized`: calls with arguments that are quantised, or that the call quantises.
 
 Each such argument of the public function is split into its tensors. An argument `w` becomes `w` (its elements, or a
-16-bit weight that is not prepared yet), `w_scale` (its scales) and, if its format has a third tensor, `w_global_scale`.
+16-bit weight that is not yet in the layout that kernels read), `w_scale` (its scales) and, if its format has a third
+tensor, `w_global_scale`.
 Why: plans are then found by the metadata of tensors alone, and a call consists of arguments that torch's operators
 accept. The public operator's generated function (`front`) splits the arguments.
 """

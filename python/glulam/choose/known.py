@@ -251,7 +251,9 @@ def ignore_preferences() -> None:
 
 
 def _sections(path: Path, dropped: str = "") -> list[Section]:
-    """Return the sections of a file of preferences, without the preference for the kernel named `dropped`.
+    """Return the sections of the file of preferences `path`, without the preference for the kernel named `dropped`.
+
+    A section has the preferences of one version of Glulam.
 
     Raises:
         OSError: `glulam compile` did not write the file, or others can write it, so it must not be replaced.

@@ -62,7 +62,7 @@ def _refuse(constant: str) -> Any:
 
 @functools.cache
 def types_of(kind: Any) -> Mapping[str, Any]:
-    """Return the types of a dataclass's fields, by name."""
+    """Return the types of the fields of a dataclass `kind`, by name."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

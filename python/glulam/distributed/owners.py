@@ -43,7 +43,7 @@ class Owners(NamedTuple):
         By this number the choice of kernels estimates how many rows this rank's experts get. The buffer has room for
         `most` tokens of each rank, but is only partly filled: if each rank has n tokens, the result is E most / n. The
         other ranks' numbers are not known, so n is this rank's number `tokens`, rounded up to a power of two, so that
-        few numbers of tokens need plans of their own. If `tokens` is 0, n is `most`.
+        few numbers of tokens need plans (kept launches) of their own. If `tokens` is 0, n is `most`.
         """
         used = min(1 << (tokens - 1).bit_length(), most) if tokens else most
         return self.num_experts * most // used

@@ -80,7 +80,10 @@ class FourBits(Stored):
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, by name. Data is stored as bytes; prepared data is copied."""
+        """Return the tensors that a checkpoint stores, by name. Data is stored as bytes; data in words is converted.
+
+        prefix: the beginning of each name.
+        """
         stored = self._with(data=self.bytes) if self.is_prepared else self
         return super(FourBits, stored).tensors(prefix)
 

@@ -134,7 +134,10 @@ def held(mode: bool) -> Iterator[None]:
 
 
 def marked(options: Hashable, mode: bool) -> Hashable:
-    """Return the options of a plan's key, with MARK if `mode` is on: a plan serves only calls with its setting."""
+    """Return `options`, a part of the key by which a plan (a kept launch) is found, with MARK if `mode` is True.
+
+    So a plan serves only calls with the setting with which it was made.
+    """
     return (options, MARK) if mode else options
 
 

@@ -58,7 +58,10 @@ class Mxfp4Rebased(Form):
         return parts.global_scale is not None and super().is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Prepare a weight. All results are copies: the cache of prepared weights must not keep w's memory alive."""
+        """Convert a weight to this layout.
+
+        All results are copies: the cache of converted (prepared) weights must not keep w's memory alive.
+        """
         parts = self.quantized(parts.data) if parts.scale is None else parts
         data, scale = words_of_bytes(parts.data).clone(), parts.scale.clone()  # type: ignore[union-attr]
         return Parts(data, scale, row_scales(data, scale, "recipe 'mxfp4'").view(SCALE_DTYPE))
