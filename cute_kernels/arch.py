@@ -135,7 +135,7 @@ def tile_among(
 
 
 class ArchPolicy(Protocol):
-    """What the module `policy` of an architecture's folder must have: a constant and functions.
+    """The constant and the functions that the module `policy` of an architecture's folder must have.
 
     Attributes:
         gemm_policy: returns a GEMM's order of tiles, skipped work and cache policy (`gemms.GemmPolicy`).

@@ -97,8 +97,8 @@ def _forget_source_lines(dsl: Any) -> None:
 def _aim(module: Any, cpu: str) -> None:
     """Make the compiler compile every function of a traced module for an x86-64 `cpu` instead of this machine's CPU.
 
-    The DSL's exporter has no option for the CPU. A function's own attributes take precedence over those of LLVM's
-    target machine.
+    The DSL's exporter has no option for the CPU. A function's own attributes take precedence over the
+    attributes of LLVM's target machine.
     """
     ir = importlib.import_module("cutlass._mlir.ir")
     with module.context:

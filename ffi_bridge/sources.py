@@ -5,7 +5,7 @@ can reach. An import whose meaning is unclear counts as an import of every modul
 compile, but one file too few would serve a kernel of old sources.
 
 Stored objects have a finer key, the hash of the files' code (`definitions`). It ignores comments, docstrings and line
-layout, which leave no trace in an object, and of the activations it covers only those that the kernel computes. This
+layout, which leave no trace in an object, and it covers only activations that the kernel computes. This
 hash takes longer, 0.7 s for all files, and is computed only before a compile.
 """
 

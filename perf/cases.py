@@ -224,7 +224,7 @@ CASES: dict[str, Sequence[Any]] = {
     "portable": (MIXTRAL, DEEPSEEK, QWEN3, *DECODE),
     "lora": [layer_of(case, 4096) for case in (GPT_OSS_20B, QWEN3)],
 }
-"""Cases by suite, except the sweeps of rows and skew (`cases_of`), and those of layer (`layer_cases`) and serving."""
+"""Cases by suite, except the sweeps of rows and skew (`cases_of`), layer (`layer_cases`) and serving."""
 
 
 def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:

@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 @functools.cache
 def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
     """Return the plan of FC1 (is_gate) or FC2. Humming compiles all of a layer's 30 to 100 tiles at the first call;
-    only those that the suite's numbers of tokens ask for stay, so that seconds suffice.
+    only tiles for the suite's numbers of tokens stay, so that seconds suffice.
     """
     transform: Any = importlib.import_module("humming.transform")
     tune: Any = importlib.import_module("humming.tune")

@@ -83,8 +83,8 @@ class PreactPair(Invariant):
 
     @cute.jit
     def read(self, number: Int32, piece: cutlass.Constexpr[int]) -> tuple:
-        """Return the thread's elements of a and u (of a alone without a gate), in 16 bits. They are those of piece
-        number `piece` (16 columns) of chunk `number`."""
+        """Return the thread's elements of a and u (of a alone without a gate), in 16 bits: the elements of
+        piece number `piece` (16 columns) of chunk `number`."""
         parts = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in range(self.layout.slots))
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):

@@ -13,7 +13,7 @@ from .nvfp4 import NVFP4
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The formats of what a GEMM reads and stores.
+    """The formats of a GEMM's operands and of the activation that it stores.
 
     Attributes:
         x: the format of the rows of x.

@@ -134,7 +134,7 @@ class BoundaryColumns(Invariant):
         """Do the work of `compute` at a lane's columns for one of the lane's two tokens: token lane / 4 + 8 `half` of
         the tile.
 
-        products: the result of `_products`. The other arguments are those of `compute`.
+        products: the result of `_products`. The other arguments: see `compute`.
         """
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // 4 + 8 * half

@@ -36,7 +36,7 @@ SCALE_COLUMNS, WIDE_COLUMNS = 32, 128
 scale is stored four times."""
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 STATS = 2
-"""How many numbers of a token forward keeps for backward besides the projection p. They are the root mean square of the
+"""Count of numbers that forward keeps of a token for backward, besides the projection p: the root mean square of the
 updated streams, and the factor of the mix's norm, 1 / sqrt(mean u^2 + norm_eps)."""
 
 

@@ -38,7 +38,7 @@ class GateInputs(NamedTuple):
 
 
 class LaneGradients(NamedTuple):
-    """Where a lane finds the gradients of the coefficients that it handles. Each attribute is a list with one item for
+    """Places of the gradients of the coefficients that a lane handles. Each attribute is a list with one item for
     each of the lane's outputs k = lane, lane + 32, ...
 
     Attributes:

@@ -30,7 +30,7 @@ def glu_form(
     specs.ACTIVATION_FORMS and specs.LAYOUT_FORMS.
 
     A form is a set of activations or layouts for which there is one kernel. If the set has several members, the kernel
-    chooses among them at run time. Merged activations are those that share a kernel (`formulas.Formula.is_merged`).
+    chooses among them at run time. Merged activations share a kernel (`formulas.Formula.is_merged`).
 
         activations    one form for all merged activations that have a gate, another for all merged activations that
                        have none; each other activation is a form of its own

@@ -75,8 +75,8 @@ class DecodedAcross(Operand):
         self.of_thread.copy(sources, self._slot(stage), k)
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
-        """Start to load the scales of k-tile `tile` into registers, and write those of the previous k-tile, which have
-        arrived there, to its stage `before`.
+        """Start to load the scales of k-tile `tile` into registers, and write the previous k-tile's scales, which
+        have arrived there, to its stage `before`.
         """
         self.of_thread.start_loads(sources, tile * DEPTH, self._slot(before))
 

@@ -169,7 +169,7 @@ class Mainloop(Invariant):
     def add_up(self, acc: cute.Tensor):
         """If the tile is split (each warp multiplied a part of the depth), add the warps' sums; otherwise do nothing.
 
-        The accumulators of warps 1, 2 and 3 are added, in this order, to those of warp 0.
+        Warp 0 adds the accumulators of warps 1, 2 and 3, in this order, to its own.
         """
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)

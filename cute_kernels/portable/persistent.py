@@ -67,8 +67,8 @@ class TileKernel(Invariant):
     Timeline of a tile:
 
     1. The epilogue's `begin` fetches row scales and biases.
-    2. The mainloop starts to fill all stages except those of one run, then multiplies run by run while copies of later
-       runs arrive.
+    2. The mainloop starts to fill all stages except one run's, then multiplies one run after the other while copies
+       of later runs arrive.
     3. After the last run the stages' memory is free. The epilogue's slots lie there, and results pass through them to
        global memory. Meanwhile the SM's other CTA can multiply.
     """

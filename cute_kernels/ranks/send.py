@@ -316,7 +316,7 @@ class SendTokens(_Send):
 
     @cute.jit
     def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
-        """Return a bit mask of the ranks to which a token is sent: those that have one of its experts.
+        """Return a bit mask of the ranks to which a token is sent, because they have one of its experts.
 
         The mask follows from the token's choices. If these were sent before, it follows from the table `sum_rows`. If
         choices are sent now and `is_first`, also write the token's entries of both tables. Each lane handles one

@@ -77,8 +77,8 @@ DECODING_TO_FP8 = {
 }
 """Resources of kernels that decode weights to FP8, by the tile's number of rows of x (tile.m).
 
-The registers of all threads fit into those that a CTA gets at launch: 96 for each of 640 threads (tiles of 16 rows), or
-128 for each of 512 threads (all other tiles).
+All threads together have at most the registers that a CTA gets at launch: 96 for each of 640 threads (tiles of 16
+rows), or 128 for each of 512 threads (all other tiles).
 """
 
 

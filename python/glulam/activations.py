@@ -106,7 +106,7 @@ It reads a variable of each constant's name, replaces None by the value that Non
 def packer(name: str) -> Callable[..., Numbers]:
     """Return a function that takes constants (limit, alpha, ...) by keyword and returns the tuple `Numbers`.
 
-    The tuple holds the constants of all formulas; those that are not given have their defaults. The function is called
+    The tuple holds the constants of all formulas; a constant that is not given has its default. The function is called
     `name`, so that the TypeError of an unknown keyword shows this name.
     """
     parameters = ", ".join(f"{keyword}={number.default!r}" for keyword, number in NUMBERS.items())

@@ -1,8 +1,8 @@
 """The pass criterion for results: errors against float64, compared with the errors of torch's own arithmetic.
 
 Errors are taken row by row, relative to the largest value of the row, so that a row a thousand times smaller than its
-neighbours counts as much. A result passes if both its largest and its root-mean-square error are at most twice those of
-the same computation by torch in the same dtype, plus FLOOR. On this scale a result of zeros has an error of 1.
+neighbours counts as much. A result passes if both its largest and its root-mean-square error are at most twice the
+errors of the same computation by torch in the same dtype, plus FLOOR. On this scale a result of zeros has error 1.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ SPECIAL = np.array(
 
 
 def floats(seed: int, count: int = 512) -> np.ndarray:
-    """Return random finite float32 numbers, uniform over bit patterns; those of SPECIAL are among them."""
+    """Return random finite float32 numbers, uniform over bit patterns, with SPECIAL among them."""
     bits = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
     values = bits.view(np.float32)
     values = np.where(np.isfinite(values), values, np.float32(1))

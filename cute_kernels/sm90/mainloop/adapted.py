@@ -1,6 +1,6 @@
 """The mainloop of a GEMM with LoRA adapters of rank r: x w^T + low b^T, with low [T, r].
 
-The k-tiles of the second product follow those of the first.
+The second product's k-tiles follow the first product's.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ HALF_BLOCK = BLOCK // 2
 
 
 class ScaleSources(NamedTuple):
-    """Where the float32 scales of x's rows and of the weights' 128 x 128 blocks lie in memory.
+    """Addresses of the float32 scales: of x's rows, and of the weights' 128 x 128 blocks.
 
     Attributes:
         rows: address of the row scales, float32 [rows, ceil(K / 128)], one for each 128 columns of a row.

@@ -78,8 +78,8 @@ class RowScales(Invariant):
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile.
 
-        Rows past the group's end read the scales of the group's last row, and the end mark (a tile with expert < 0)
-        those of row 0. Any scales would do, since results of these rows are never stored.
+        Rows past the group's end read the scales of the group's last row; the end mark (a tile with expert < 0) reads
+        row 0's scales. Any scales would do, since results of these rows are never stored.
         """
         first = work.row + self.first_row
         of_pairs, of_rows = self.apart

@@ -286,15 +286,7 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with one launch; return what `_data_gradients` returns.
-
-        Args:
-            saved: saved tensors by name.
-            targets: buffers for gradients.
-            d_result: the incoming gradient.
-            dy: the result of `_gathered` for it.
-            wanted: names of the arguments that require a gradient.
-        """
+        """Compute the data gradients with one launch. Arguments and result: see `_data_gradients`."""
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 

@@ -1,5 +1,5 @@
-"""Base class of operators whose kernels take only addresses of tensors and numbers: those of hyper-connections (`mhc`),
-of the MoE layer (`layer`), and the gate of `ops.gate`.
+"""Base class of operators whose kernels take only addresses of tensors and numbers: operators of hyper-connections
+(`mhc`), of the MoE layer (`layer`), and the gate of `ops.gate`.
 
 Public functions, plans and launches are generated as for every operator (`front`, `launch`, `call`). The difference:
 here the annotation of a parameter ("Tensor", "Tensor | None" or a number), not its name, tells what the argument is.

@@ -42,7 +42,7 @@ def no_reference(call: Any, problem: Problem, *results: Any) -> None:
 class Definition:
     """The results of an operator, and the values that a launch passes to the kernel besides the call's arguments.
 
-    All functions take a call; those in `scratch` and `prologue` also take the call's problem.
+    All functions take a call; functions in `scratch` and `prologue` also take the call's problem.
 
     Attributes:
         results: tensors that a call makes, in the order in which they are returned. Empty: each call has its own

@@ -176,7 +176,7 @@ def section(stamp: Stamp, *layers: Layer) -> Section:
 
 
 def layer_of(problem: Problem) -> dict[str, Any]:
-    """Return the fields of a problem that identify its `Layer` in a table: those that differ from their defaults.
+    """Return the fields of a problem that identify its `Layer` in a table: fields that differ from their defaults.
 
     `rows`, `world_experts` and `invariant` are left out: they only decide among a layer's kernels.
     """
@@ -342,7 +342,7 @@ def preference(spec: Spec) -> Section:
 def merged(sections: Iterable[Section]) -> list[Section]:
     """Merge sections whose stamps are equal except for date and driver.
 
-    If two sections have times at the same number of rows, those of the later section are kept.
+    If two sections have times at the same number of rows, the later section's times are kept.
     """
     result: dict[tuple[Any, ...], Section] = {}
     for each in sorted(sections, key=lambda each: each.stamp.date):

@@ -133,7 +133,7 @@ def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
 
     Args:
         spec: the kernel. None: `fields` describe it, see `kernels.compile`.
-        prefer: True: the kernel serves all later calls that it can compute (those of its family, `family_of`).
+        prefer: True: the kernel serves all later calls that it can compute (calls of its family, `family_of`).
         fields: arguments of `kernels.compile`.
     """
     start = time.perf_counter()

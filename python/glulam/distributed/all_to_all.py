@@ -209,7 +209,7 @@ class _Rows(Exchange):
         return out.copy_(received) if by_host else out
 
     def _sums(self, phase: str, rows: Tensor, residual: Tensor | None) -> Tensor:
-        """Send rows back, and add those that return to this rank by token, plus the residual unless None: [N, H]."""
+        """Send rows back; add the rows that return to this rank by token, plus the residual unless None: [N, H]."""
         row_of = self.sent.row_of
         buffer = self._back(phase, rows, rows.new_empty(row_of.numel(), rows.shape[1]))
         made: Tensor = combine_rows(buffer.view(*row_of.shape, rows.shape[1]), row_of, residual)

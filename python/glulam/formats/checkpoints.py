@@ -174,7 +174,7 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
 
 
 def _refuse_names(part_names: Mapping[str, str]) -> None:
-    """Raise ValueError with a remedy for part names that are not exactly those of a dialect."""
+    """Raise ValueError with a remedy for part names that are not exactly a dialect's."""
     known = {name for dialect in DIALECTS for name in dialect.parts}
     if unknown := [key for part, key in part_names.items() if part not in known]:
         raise ValueError(

@@ -241,7 +241,7 @@ def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook before load_state_dict: rename Megatron's entries to those of an nn.GroupedMLP that is not packed.
+    """Hook before load_state_dict: rename Megatron's entries as an nn.GroupedMLP that is not packed has them.
 
     If the module is packed, nn.GroupedMLP itself packs the entries when it loads them.
     """

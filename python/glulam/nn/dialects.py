@@ -97,7 +97,7 @@ Keys of routed experts continue with the expert's number: "experts.0.", ...
 
 
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
-    """Yield lists of moves (conversions of entries, see `state.Move`) from another library's names to those of `block`.
+    """Yield lists of moves (conversions of entries, see `state.Move`) from another library's names to `block`'s.
 
     Args:
         keys: all keys of the state dict.
@@ -213,7 +213,7 @@ def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
     """Return NVFP4 global scales in the layer's shape: [E], or [E, 2] if gate and up-projection have their own scales.
 
     Args:
-        factors: the stored global scales: [E], or [E, 2] if those of gate and up-projection differ.
+        factors: the stored global scales: [E], or [E, 2] if gate and up-projection have different ones.
         halves: 1: the layer has [E]; 2: it has [E, 2].
         start, layout: prefix of the keys, and the layer's glu_layout, for the error.
 

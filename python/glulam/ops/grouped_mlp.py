@@ -129,8 +129,8 @@ def grouped_mlp(
     the same stream (see `glulam.host.workspace`).
 
     Differentiable once in x, w1, w2, row_scale, b1 and b2, if an argument requires a gradient and the recipe trains
-    weights: forward then saves x, h and row_scale for the backward. Only required gradients are computed; those of rows
-    after the last group are zero.
+    weights: forward then saves x, h and row_scale for the backward. Only required gradients are computed; gradients
+    of rows after the last group are zero.
 
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. The row stride may exceed H; on

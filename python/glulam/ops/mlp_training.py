@@ -349,7 +349,7 @@ def backward(
     row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
     row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
-    """Compute the data gradients of grouped_mlp in MXFP8: all gradients except those of weights and biases.
+    """Compute the data gradients of grouped_mlp in MXFP8: all gradients except weights' and biases'.
 
     Args:
         dy: the gradient of y.
