@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -109,11 +110,12 @@ def write(result: Result, path: Path) -> None:
     names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != CONTESTANT]
     measured = [name for name in names if name.partition(".")[0] in BY_CONTESTANT]
     columns = [*(name for name in names if name not in measured), CONTESTANT, *measured]
-    with path.open("w", newline="") as file:
-        file.write(f"# {SCHEMA}\n" + "".join(f"# {name}: {value}\n" for name, value in _flat(head, "")))
-        table = csv.DictWriter(file, columns, lineterminator="\n")
-        table.writeheader()
-        table.writerows(lines)
+    text = io.StringIO()
+    text.write(f"# {SCHEMA}\n" + "".join(f"# {name}: {value}\n" for name, value in _flat(head, "")))
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(lines)
+    path.write_text(text.getvalue())  # at once: records that cannot be written leave an earlier file whole
 
 
 def _head(lines: list[str]) -> Result:
