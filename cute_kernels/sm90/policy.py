@@ -27,7 +27,6 @@ from .configs import (
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
-    ORDERED_W8,
     QUARTERS_W8,
     SLIM8_W4,
     SLIM_W8,
@@ -104,10 +103,9 @@ def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
     if problem.transpose_w:
         return (DGRAD_W,)
     by_rows = tuple(MOST_ROWS[problem.operands])
-    if problem.operands in DECODED:
-        others = (tile for tile in (*FEW_SLABS, ORDERED_W8) if tile in DECODING_TILES[problem.operands])
-        by_rows = *others, *by_rows
-    return by_rows[-1:] if problem.save_preact else by_rows
+    if problem.save_preact:
+        return by_rows[-1:]
+    return *(tile for tile in DECODING_TILES.get(problem.operands, ()) if tile not in by_rows), *by_rows
 
 
 def rows_decide(problem: PolicyProblem) -> bool:
