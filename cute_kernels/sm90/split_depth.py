@@ -1,4 +1,4 @@
-"""How MMA warpgroups share the depth of a tile, and add their sums (schedules "swapped_halves", "swapped_quarters").
+"""MMA warpgroups that share the depth of a tile and add their sums (schedules "swapped_halves", "swapped_quarters").
 
 Warpgroup w multiplies the k-tiles w, w + splits, w + 2 splits, ... At the end of a tile each warpgroup writes its
 accumulators to shared memory, and one of them, another one for each tile, adds all of them and runs the epilogue. The
@@ -23,7 +23,7 @@ from ..tiles import TileConfig
 # Named barrier at which the warpgroups of a CTA wait for each other's sums. Lower ones belong to epilogues and to turns
 # (turns.py).
 SUMS_BARRIER = 7
-# While one tile's sums are being added, those of the next tile may be written.
+# While one tile's sums are being added, the next tile's sums may be written.
 BUFFERS = 2
 # Accumulators that one access to shared memory moves: 16 bytes.
 VECTOR = 4
@@ -55,10 +55,9 @@ class KTiles(Invariant):
         return i if self.splits == 1 else cutlass.min(self.first + i * self.splits, self.total - 1)
 
     def state(self, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Return the pipeline state of the warpgroup's first k-tile. state: that of the tile's first k-tile."""
-        if self.splits > 1:
-            state = state.clone()
-            state.advance(self.first)
+        """Return the pipeline state of the warpgroup's first k-tile. state: the tile's state at its first k-tile."""
+        state = state.clone()
+        state.advance(self.first)
         return state
 
 

@@ -1,4 +1,4 @@
-"""Which weight rows of a swapped tile each thread has in its accumulators.
+"""The assignment of a swapped tile's weight rows to threads, in whose accumulators their sums are.
 
 In a swapped tile, weights are the rows of the MMA and rows of x its columns. A slab is 64 MMA rows. Of each slab an MMA
 gives thread t of a warpgroup two rows, r = 0 and r = 1: row 16 (t / 32) + (t % 32) / 4 + 8 r.
@@ -42,7 +42,6 @@ class SwappedRows:
     Attributes:
         count: number of a thread's weight rows, of all parts.
         parts: 2 for a gated layer (a, u), else 1.
-        splits: number of warpgroups that share the depth of the same weight rows.
         part_n: number of the tile's weight rows in each part.
         part_count: number of a thread's weight rows in each part.
         thread_columns: number of a thread's output columns in a chunk.
@@ -53,7 +52,6 @@ class SwappedRows:
     def __init__(self, tile: TileConfig, parts: int):
         self.count = ROW_HALVES * tile.slabs
         self.parts = parts
-        self.splits = tile.splits
         self.part_n = tile.n // parts
         self.part_count = self.count // parts
         self.thread_columns = min(ROW_HALVES, self.part_count)

@@ -39,10 +39,11 @@ class BlockScales(ScalesAhead):
     """
 
     def __init__(
-        self, grid: BlockGrid, gate: GateRows, half: Int32, share: TileShare, rows: SwappedRows, layout: str
+        self, grid: BlockGrid, k_tiles: KTiles, gate: GateRows, half: Int32, share: TileShare, rows: SwappedRows,
+        layout: str,
     ):  # fmt: skip
         self.grid = grid
-        self.k_tiles = KTiles(rows.splits, grid.blocks)
+        self.k_tiles = k_tiles
         self.gate = gate
         self.half = half
         self.share = share
@@ -89,4 +90,5 @@ class BlockDecodingMainloop(DecodingMainloop):
         _, expert_rows, gate = operands.extra
         blocks = self.format.num_scales(cute.size(operands.b, mode=[1]))
         grid = block_grid(operands.scales, self.layout, gate, self.parts, expert_rows, blocks)
-        return BlockScales(grid, gate, expert_rows // self.parts, share, self.rows, self.layout)
+        k_tiles = KTiles(self.tile.splits, grid.blocks)
+        return BlockScales(grid, k_tiles, gate, expert_rows // self.parts, share, self.rows, self.layout)

@@ -37,6 +37,7 @@ from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..budget import stage_k
 from ..gemm_policy import GemmPolicy
+from ..split_depth import KTiles
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from ..turns import Turns
 from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
@@ -210,7 +211,7 @@ class DecodingMainloop(WeightsFirst):
         """Make the object that holds a thread's scales for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
-        blocks, k_tiles = self.format.num_scales(k), cute.ceil_div(k, self.tile.k)
+        blocks, k_tiles = self.format.num_scales(k), KTiles(self.tile.splits, cute.ceil_div(k, self.tile.k))
         words = self.format.scale_words(self.tile.k)
         grid = ScaleGrid(operands.scales, expert_rows, blocks, k_tiles, words, share, gate)
         return self.scales_type(grid, self.rows, self.layout, self.decoder)

@@ -31,7 +31,7 @@ class ScaleGrid(NamedTuple):
         address: address of the scale bytes.
         rows: number of weight rows of an expert.
         blocks: number of scales of a weight row.
-        k_tiles: number of k-tiles of a weight row.
+        k_tiles: the k-tiles of a weight row that the warpgroup multiplies.
         words: words of scales, four bytes each, that a row has in a k-tile.
         share: the warpgroup's share of a tile.
         gate: order of a gated layer's weight rows.
@@ -40,7 +40,7 @@ class ScaleGrid(NamedTuple):
     address: Int64
     rows: Int32
     blocks: Int32
-    k_tiles: Int32
+    k_tiles: KTiles
     words: int
     share: TileShare
     gate: GateRows
@@ -73,7 +73,7 @@ class ScalesAhead(Invariant):
     @cute.jit
     def start_loads(self, i: Int32, next_work: WorkTile):
         """Start loading the scales of the warpgroup's i-th k-tile of the current tile. If i is past the last k-tile,
-        load those of its first k-tile of tile `next_work`.
+        load the scales of its first k-tile of tile `next_work`.
         """
         if i == self.k_tiles.count:
             self._aim(next_work)
@@ -97,7 +97,7 @@ class WeightScales(ScalesAhead):
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
         self.grid = grid
-        self.k_tiles = KTiles(rows.splits, grid.k_tiles)
+        self.k_tiles = grid.k_tiles
         self.decoder = decoder
         self.rows = rows
         self.layout = layout
