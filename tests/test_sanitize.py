@@ -129,6 +129,14 @@ def test_processes_share_the_functions(jobs: int) -> None:
     assert max(kernels) - min(kernels) <= 5
 
 
+def test_parts_share_the_functions() -> None:
+    """Each function is in one process of one part."""
+    specs = dict.fromkeys(SHIPPED, 0)
+    runs = [launches.Share(job, 2, part, 3) for part in (1, 2, 3) for job in range(2)]
+    assert Counter(spec for run in runs for spec in run.of(specs)) == Counter(list(specs))
+    assert set(runs[0].part_of(specs)) == {*runs[0].of(specs), *runs[1].of(specs)}
+
+
 def test_chains_of_the_same_stages_are_launched_by_one_process() -> None:
     """Their kernels are loaded once. Each share of every second function would load almost all of them."""
     of_stages = {spec: set(stages_of(spec)) for spec in SHIPPED}
@@ -246,11 +254,11 @@ def test_a_process_gets_its_share_and_its_tools_calls(tmp_path: Path, monkeypatc
     got = []
     monkeypatch.setattr(launches, "run_child", lambda *given: got.append(given))
     for tool in ("memcheck", "initcheck"):
-        line = program.command(tool, 1, 2, 15, program.Files(Path("log"), tmp_path))
+        line = program.command(tool, 1, launches.Share(2, 15, 3, 4), program.Files(Path("log"), tmp_path))
         at = line.index("sanitize")
         assert line[at - 2 : at] == [sys.executable, "-m"] and program.main(line[at + 1 :]) == 0
-    assert [given[:3] for given in got] == [(1, 2, 15)] * 2 and got[0][4] == tmp_path
-    assert [given[3] for given in got] == [launches.SMALL, launches.SMALL._replace(has_tail=False)]
+    assert [given[:2] for given in got] == [(1, launches.Share(2, 15, 3, 4))] * 2 and got[0][3] == tmp_path
+    assert [given[2] for given in got] == [launches.SMALL, launches.SMALL._replace(has_tail=False)]
 
 
 STARTS_OTHERS = """
@@ -283,7 +291,7 @@ def test_an_interrupted_run_says_what_was_found(
     monkeypatch.setattr(program, "run_together", run_together)
     monkeypatch.setenv(device.ENV_UNVALIDATED, "0")
     with pytest.raises(SystemExit):
-        program.sanitize(0, ["racecheck", "memcheck"], 2, tmp_path)
+        program.sanitize(0, ["racecheck", "memcheck"], launches.Share(jobs=2), tmp_path)
     lines = ["racecheck: interrupted", "    kernel: 1 x Invalid __global__ read of size 4 bytes"]
     assert capsys.readouterr().out.splitlines() == lines
 
@@ -295,9 +303,9 @@ def test_statuses_are_those_of_the_commands() -> None:
 
 
 def test_a_tool_can_be_chosen() -> None:
-    line = program.command("racecheck", 1, 0, 1, program.Files(Path("log"), Path("out")))
+    line = program.command("racecheck", 1, launches.Share(), program.Files(Path("log"), Path("out")))
     assert line[:3] == [program.PROGRAM, "--tool", "racecheck"] and "--racecheck-report" in line
-    for wrong in (["--tool", "leakcheck"], ["--jobs", "0"]):
+    for wrong in (["--tool", "leakcheck"], ["--jobs", "0"], ["--part", "3/2"], ["--part", "0/2"], ["--part", "1"]):
         with pytest.raises(SystemExit):
             program.main(wrong)
 

@@ -77,11 +77,12 @@ def refusal() -> str:
     return ""
 
 
-def command(tool: str, index: int, job: int, jobs: int, files: Files) -> list[str]:
+def command(tool: str, index: int, share: launches.Share, files: Files) -> list[str]:
     """Return the command line of a watched process."""
     options = ("--log-file", str(files.log), "--print-limit", str(MOST_REPORTS), *TOOLS[tool].options)
     return [PROGRAM, "--tool", tool, *options, sys.executable, "-m", "sanitize", "--child", str(files.called),
-            "--tool", tool, "--device", str(index), "--job", str(job), "--jobs", str(jobs)]  # fmt: skip
+            "--tool", tool, "--device", str(index), "--job", str(share.job), "--jobs", str(share.jobs),
+            "--part", f"{share.part}/{share.parts}"]  # fmt: skip
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -130,13 +131,13 @@ def run_together(commands: Sequence[Sequence[str]], env: Mapping[str, str]) -> l
     return statuses
 
 
-def sanitize(index: int, tools: Sequence[str], jobs: int, folder: Path) -> int:
+def sanitize(index: int, tools: Sequence[str], run: launches.Share, folder: Path) -> int:
     """Run tools one after the other.
 
     Args:
         index: index of the GPU.
         tools: names of the tools.
-        jobs: processes of a tool.
+        run: the number of a tool's processes, and the run's part of the functions.
         folder: folder for the files of processes.
 
     Returns:
@@ -144,13 +145,13 @@ def sanitize(index: int, tools: Sequence[str], jobs: int, folder: Path) -> int:
     """
     os.environ[gpus.ENV_UNVALIDATED] = "1"
     _, shipped = launches.shipped(index)
-    specs = {spec.name: spec for spec in shipped}
+    specs = {spec.name: spec for spec in run.part_of(shipped)}
     failed = 0
     for tool in tools:
-        files = [Files(folder / f"{tool}.{job}.log", folder / f"{tool}.{job}.json") for job in range(jobs)]
+        files = [Files(folder / f"{tool}.{job}.log", folder / f"{tool}.{job}.json") for job in range(run.jobs)]
         for old in (path for each in files for path in each):
             old.unlink(missing_ok=True)
-        commands = [command(tool, index, job, jobs, each) for job, each in enumerate(files)]
+        commands = [command(tool, index, run._replace(job=job), each) for job, each in enumerate(files)]
         try:
             statuses = run_together(commands, environment(os.environ))
         except SystemExit:
@@ -164,21 +165,34 @@ def sanitize(index: int, tools: Sequence[str], jobs: int, folder: Path) -> int:
     return int(bool(failed))
 
 
+def _part(text: str) -> tuple[int, int]:
+    """Read a part K/N. Raises ValueError unless 1 <= K <= N."""
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)
+    return part, parts
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if no tool found anything, 1 if one did, 2 if the program or a GPU is missing."""
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__)
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
     parser.add_argument("--tool", action="append", default=[], choices=TOOLS, help="repeatable; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes of a tool, side by side on the GPU")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N",
+        help="only the K-th of N parts of the functions, where all take a tool too long",
+    )  # fmt: skip
     parser.add_argument("--logs", type=Path, help="folder to keep the logs in; default: they are removed")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=int, default=0, help=argparse.SUPPRESS)
     told = parser.parse_args(given)
     if told.jobs < 1:
         parser.error(f"--jobs {told.jobs}: a tool needs a process")
+    run = launches.Share(0, told.jobs, *told.part)
     if told.child:
         size = launches.SMALL._replace(has_tail=TOOLS[told.tool[0]].has_tail)
-        launches.run_child(told.device, told.job, told.jobs, size, told.child)
+        launches.run_child(told.device, run._replace(job=told.job), size, told.child)
         return 0
     if why := refusal():
         print(why, file=sys.stderr)
@@ -186,7 +200,7 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as own:
         folder = told.logs or Path(own)
         folder.mkdir(parents=True, exist_ok=True)
-        return sanitize(told.device, told.tool or list(TOOLS), told.jobs, folder)
+        return sanitize(told.device, told.tool or list(TOOLS), run, folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -71,6 +72,28 @@ def shares(specs: Mapping[Spec, int], jobs: int) -> list[dict[Spec, int]]:
     return found
 
 
+class Share(NamedTuple):
+    """A watched process's share of the functions: they are divided into parts, and a part into jobs.
+
+    Attributes:
+        job, jobs: the process's number, from 0, and the number of processes.
+        part, parts: the number of the run's part, from 1, and the number of parts.
+    """
+
+    job: int = 0
+    jobs: int = 1
+    part: int = 1
+    parts: int = 1
+
+    def part_of(self, specs: Mapping[Spec, int]) -> dict[Spec, int]:
+        """Return the functions of the part. specs: for each function the number of its kernels, 0 for a chain."""
+        return shares(specs, self.parts)[self.part - 1]
+
+    def of(self, specs: Mapping[Spec, int]) -> dict[Spec, int]:
+        """Return the functions of the process. specs: as for `part_of`."""
+        return shares(self.part_of(specs), self.jobs)[self.job]
+
+
 def touch(specs: Mapping[Spec, int], device: torch.device, size: Size = SMALL) -> None:
     """Make the first call of each function that has one, and all calls of a function with several kernels, since a call
     launches some of them: `mhc.boundary` finishes x in 16 bits or in MXFP8. Each call has scratch memory of its own.
@@ -90,17 +113,17 @@ def touch(specs: Mapping[Spec, int], device: torch.device, size: Size = SMALL) -
                 trial.call(child._all(trial.given, lambda one: one.to(device)))
 
 
-def run_child(index: int, job: int, jobs: int, size: Size, out: Path) -> None:
+def run_child(index: int, share: Share, size: Size, out: Path) -> None:
     """Run a watched process: launch its share of the functions, and write the names of the called ones.
 
     Args:
         index: index of the GPU.
-        job, jobs: the process's number, from 0, and the number of processes.
+        share: which functions are the process's.
         size: sizes of calls.
         out: file for the names.
     """
     torch.cuda.set_device(index)
     arch, specs = shipped(index)
-    touch(shares(specs, jobs)[job], torch.device("cuda", index), size)
+    touch(share.of(specs), torch.device("cuda", index), size)
     torch.cuda.synchronize()
     out.write_text(json.dumps(sorted(ffi_bridge.load(arch).given_out)))
