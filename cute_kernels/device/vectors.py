@@ -77,7 +77,7 @@ def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Conste
     """Load `count` elements of the parameter at `address`, from element `first` on, and return them as float32.
 
     Args:
-        code: the code of the parameter's dtype, see `dtype_code`.
+        code: the code of the parameter's dtype: BF16, F16 or F32.
         first: a multiple of `count`.
     """
     values = cute.make_rmem_tensor(count, Float32)
@@ -95,7 +95,7 @@ def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor)
     """Round float32 registers to the dtype of the parameter at `address`, and store them from element `first` on.
 
     Args:
-        code: the code of the parameter's dtype, see `dtype_code`.
+        code: the code of the parameter's dtype: BF16, F16 or F32.
         first: a multiple of the number of registers.
     """
     count = const_expr(cute.size(values))
@@ -111,7 +111,7 @@ def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor)
 def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
     """Round a float32 number to the dtype of the parameter at `address`, and store it as element `index`.
 
-    code: the code of the parameter's dtype, see `dtype_code`.
+    code: the code of the parameter's dtype: BF16, F16 or F32.
     """
     values = cute.make_rmem_tensor(1, Float32)
     values[0] = value

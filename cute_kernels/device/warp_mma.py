@@ -1,7 +1,7 @@
 """MMAs of one warp (mma.sync), with operands as 32-bit words. A word is two 16-bit elements, or one TF32 number.
 
-Let g = lane / 4 and t = lane % 4. A place is a word's range of the contraction: two elements, or one of TF32. An MMA
-has depth 16 (TF32: 8), so 8 places. It takes from a lane
+Let g = lane / 4 and t = lane % 4. A place is the part of the contraction that one word holds: two 16-bit elements, or
+one of TF32. An MMA has depth 16 (TF32: 8), so 8 places. It takes from a lane
 
     a   4 words: rows g and g + 8 at place t of the contraction, then rows g and g + 8 at place t + 4
     b   2 words: column g at place t, then at place t + 4

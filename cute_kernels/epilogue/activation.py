@@ -134,15 +134,16 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, target: Any, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Store the preactivation of a slab (64 rows of the tile). Its columns go to memory in the order that
-        `glu_layout` gives the rows of w1.
+        """Start to store the preactivation of a slab (64 rows of the tile), chunk by chunk. A chunk is the columns of
+        the slab that fill one slot, a staging buffer in shared memory.
+
+        In memory, the preactivation's columns have the order of w1's rows, which the spec's `glu_layout` names.
 
         Args:
             acc: the thread's accumulators of the slab, bias included.
-            target: the store of the preactivation (slots.py).
+            target: the object that stands for the preactivation [T, 2I or I] in global memory (a store, slots.py).
             row: the slab's first row.
-            first_slot: the index of the slot (staging buffer in shared memory) of the first chunk. Further chunks take
-                the slots in turn.
+            first_slot: the index of the slot of the first chunk. Further chunks take the next slots, around the ring.
         """
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)

@@ -227,10 +227,10 @@ class Epilogue(KernelEpilogue):
         Args:
             acc: the thread's accumulators of the slab.
             scales: row scales of the thread's two rows.
-            stores: a store for each output tensor.
+            stores: for each output tensor, the object that stands for it (a store, slots.py).
             row: the slab's first row.
-            first_slot: index of the slot (staging buffer in shared memory) of the slab's first chunk; further chunks
-                take the slots in turn.
+            first_slot: index of the slot (staging buffer in shared memory) of the slab's first chunk (the columns that
+                are stored at once); further chunks take the next slots, around the ring.
         """
         raise NotImplementedError
 
@@ -242,9 +242,10 @@ class Epilogue(KernelEpilogue):
         """Turn a warpgroup's accumulators of a tile into results, slab (64 rows) by slab, and start to store them.
 
         Args:
-            prefetched: the result of `begin`.
-            stores: a store for each output tensor.
-            share: the warpgroup's slabs of the tile.
+            acc: the thread's accumulators of all its slabs.
+            prefetched: the thread's row scales and scale bytes of columns, which `begin` loaded.
+            stores: for each output tensor, the object that stands for it (a store, slots.py).
+            share: which slabs of the tile the warpgroup has.
         """
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):

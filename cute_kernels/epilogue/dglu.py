@@ -105,7 +105,7 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Return three numbers of a chunk: its number in the CTA, its first row and its first column.
+        """Return three numbers of a chunk (64 x 64 outputs): its number in the CTA, its first row and its first column.
 
         Args:
             turn: number of tiles that the CTA computed before.
@@ -126,8 +126,9 @@ class DgluEpilogue(Epilogue):
         write the row sums to the workspace.
 
         Args:
-            prefetched: the result of `begin`.
-            stores: the stores of dpreact and of act (slots.py).
+            acc: the thread's accumulators of all its slabs, dm = dy w2.
+            prefetched: the thread's row scales and scale bytes of columns, which `begin` loaded.
+            stores: the objects that stand for dpreact and act in memory (stores, slots.py).
             share: the warpgroup's slabs (64 rows each) of the tile.
         """
         scales = prefetched.row_scales
@@ -160,8 +161,8 @@ class DgluEpilogue(Epilogue):
             scales: the row scales of the thread's two rows.
             sums: for the same two rows, the sums of dm f, where f is the activation's value. The chunk's terms are
                 added to them.
-            stores: the stores of dpreact and of act (slots.py).
-            place: the result of `_chunk_at`.
+            stores: the objects that stand for dpreact and act in memory (stores, slots.py).
+            place: three numbers of the chunk: its number in the CTA, its first row and its first column.
         """
         number, row, column = place
         act_slot = state.ring.act_slot(number)

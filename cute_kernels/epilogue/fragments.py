@@ -51,7 +51,7 @@ def chunk_of(acc: cute.Tensor, chunk: int, cols: int) -> cute.Tensor:
 
 
 class TileShare(NamedTuple):
-    """A warpgroup's share of a tile.
+    """The part of a tile that a warpgroup computes (its share): some or all of the tile's slabs.
 
     Attributes:
         first_slab: the first of the warpgroup's slabs (64 rows each) in the tile.

@@ -6,7 +6,7 @@ separate columns that alternate. They need not: a thread's accumulators (fragmen
 outputs.
 
     layout         columns in memory                     registers of a and u
-    interleaved    a and u take turns                    neighbours, 2 i and 2 i + 1
+    interleaved    a and u alternate                     neighbours, 2 i and 2 i + 1
     interleaved32  32 columns of a, then 32 of u, ...    16 apart
 
 Biases and preactivations lie in memory in the same order, so they are not reordered.

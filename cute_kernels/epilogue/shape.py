@@ -123,7 +123,7 @@ class KernelEpilogue(Invariant):
         """Load the inputs of one tile that `finish` reads, into slots. The load warp calls this, if there is one.
 
         Args:
-            ring: the result of `make_ring`.
+            ring: the pipeline of loads into slots, which `make_ring` made.
             inputs: the epilogue's run-time inputs.
             turn: number of tiles that the CTA computed before.
         """
@@ -136,7 +136,7 @@ class KernelEpilogue(Invariant):
             inputs: the epilogue's run-time inputs.
             slots: the warpgroup's slots.
             smem: the warpgroup's tensors in shared memory besides the slots.
-            ring: the result of `make_ring`; None: the epilogue loads nothing into slots.
+            ring: the pipeline of loads into slots, which `make_ring` made; None: the epilogue loads nothing into slots.
         """
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class KernelEpilogue(Invariant):
         """Turn a warpgroup's accumulators of a tile into results, and start to store them.
 
         Args:
-            prefetched: the result of `begin`.
+            prefetched: the tile's inputs that `begin` started to fetch.
             stores: the objects that stand for the output tensors (slots.py).
             share: the warpgroup's slabs (64 rows each) of the tile.
         """

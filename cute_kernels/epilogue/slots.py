@@ -122,7 +122,9 @@ class Slots(Invariant):
 
         Args:
             values: the thread's accumulators of the chunk.
-            target, tile, slot: as for `store`.
+            target: the store, which stands for the output tensor.
+            tile: the place in the output tensor, a result of `target.tile`.
+            slot: the slot's index.
         """
         raise NotImplementedError
 

@@ -196,7 +196,7 @@ class Chooser(Invariant):
         Args:
             token: the token's index.
             expert: the expert's index; -1: none.
-            everything: the result of `_rank`.
+            everything: the softmax over all of the token's experts, which `_rank` returned.
         """
         rule = self.rule
         has_one = expert >= 0

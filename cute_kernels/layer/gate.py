@@ -49,8 +49,7 @@ class _Gate(Invariant):
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:
         """Return where a and u of a vector of act lie: the positions of two vectors in a row of the preactivation h.
 
-        Positions count vectors of 16 bytes. In layout "interleaved", both vectors hold a and u in turns (see
-        `_halves`).
+        Positions count vectors of 16 bytes. In layout "interleaved", a and u alternate in both vectors (see `_halves`).
 
         Args:
             vector: the number of the vector in its row of act.

@@ -63,7 +63,8 @@ def block_grid(
 
     Args:
         address: the address of the first expert's scales.
-        layout, gate: the order of weight rows, see `in_concat`.
+        layout: a key of specs.LAYOUT_FORMS: one order of weight rows, or several.
+        gate: the order of weight rows, read if `layout` has several.
         parts: 2 for a gated layer, else 1.
         weight_rows: rows of an expert's weight, of all parts.
         blocks: scales of a grid row.
@@ -77,7 +78,8 @@ def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: 
     """Return the grid row that has the scales of an output column. A grid row holds the scales of 128 weight rows.
 
     Args:
-        layout, gate: the order of weight rows, see `in_concat`.
+        layout: a key of specs.LAYOUT_FORMS: one order of weight rows, or several.
+        gate: the order of weight rows, read if `layout` has several.
         column: the column's index in its part.
         part: 0 (a, the activated half of a gated layer, or all columns without a gate) or 1 (u, the linear half).
         half: columns of each part.

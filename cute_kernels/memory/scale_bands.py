@@ -2,8 +2,8 @@
 first row.
 
 A scale is for 32 rows of a column. A column's four scales in a band are a word, and the words of 128 columns are an
-atom of 512 bytes (PTX ISA, "Scale factor layout"). For each 128 columns, memory has a sequence of places for atoms.
-Band number k of group e, whose rows begin at row `begin`, has its atom at place number
+atom of 512 bytes (PTX ISA, "Scale factor layout"). For each 128 columns, memory has a sequence of places, each of which
+has room for one atom. Band number k of group e, whose rows begin at row `begin`, has its atom at place number
 
     begin / 128 + e + k
 
@@ -30,7 +30,7 @@ class ScaleBands(NamedTuple):
 
     Attributes:
         address: the address of the first atom.
-        count: number of places for atoms for each 128 columns (`num_places`).
+        count: number of places (each has room for one atom) for each 128 columns (`num_places`).
     """
 
     address: Int64

@@ -119,7 +119,9 @@ def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
     """Return the number of an expert's weight rows, both parts (halves of a gated layer) together.
 
-    w, up: as in `weight_view`.
+    Args:
+        w: weights [E, N, K].
+        up: the address of the second part, if it is a tensor of its own, laid out like w. 0 or None: w has all parts.
     """
     rows = Int32(w.shape[1])
     return rows if up is None else select(up != 0, 2 * rows, rows)
@@ -201,7 +203,8 @@ def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: 
     """Return the index of the weight row that gives an output column of a gated layer's preactivation.
 
     Args:
-        layout, gate: as in `weight_view`.
+        layout: a key of specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which.
+        gate: the order of weight rows, read if `layout` has several.
         column: the column's index in its part.
         part: 0 (a, the activated half) or 1 (u, the linear half).
         half: columns of each part.

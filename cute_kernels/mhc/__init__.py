@@ -1,2 +1,2 @@
-"""Kernels of hyper-connections (docs/mhc.md), roughly one file for each operator. Importing the package itself, without
-a module of it, imports no compiler."""
+"""Kernels of manifold-constrained hyper-connections (docs/mhc.md), roughly one file for each operator. Importing this
+package without its modules imports no compiler."""

@@ -1,5 +1,5 @@
 """Sinkhorn normalisation of n x n matrices by a warp, in DeepSeek-V4.1's order. The steps are: softmax of each row, +
-eps; divide columns by their sums + eps; then rows and columns in turns.
+eps; divide columns by their sums + eps; then rows and columns alternately.
 
 n is a power of two with n^2 <= 32. Each lane holds one element, so each group of n^2 neighbouring lanes holds a matrix.
 The groups hold either different matrices or copies of the same matrix, so that all lanes take part in the shuffles.
@@ -76,7 +76,8 @@ class Balance(Invariant):
         Args:
             d: the gradient of the lane's element of the result.
             logit: the lane's logit, as in forward.
-            iters, eps: as in `forward`.
+            iters: number of times that forward normalises columns.
+            eps: added to each sum, and to the softmax.
             steps: float32 [iters, 2, 32] in shared memory, for this warp alone. Backward computes forward's steps
                 again, and overwrites `steps` with each lane's element after each step.
         """

@@ -282,7 +282,8 @@ class Boundary(Invariant):
         """Update and mix a lane's columns of one of its two tokens, number `half`.
 
         Args:
-            stage, has_update: see `_compute`.
+            stage: the tile's arrays in shared memory.
+            has_update: True: y is given, so the streams are updated.
             streams: elements [., j, half] become the words of updated stream j.
             squares: the sum of the updated streams' squares is added to element 2 half, the sum of u's squares to
                 element 2 half + 1.

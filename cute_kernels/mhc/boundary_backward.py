@@ -113,7 +113,7 @@ class BoundaryBackward(Invariant):
         forms: dtypes of weight, scale, base and norm_weight, two bits each.
         token_ctas: number of CTAs of the first kernel.
         parts: number of parts into which the main kernel divides the tokens.
-        iters, eps: as in forward.
+        iters, eps: number of Sinkhorn iterations that made new_comb, and the number that forward added in them.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -186,7 +186,7 @@ class BoundaryBackward(Invariant):
         self, ring: cute.Pointer, given: Given, results: Results, weights: ColumnWeights, leaves: Leaves, span: tuple
     ):  # fmt: skip
         """Process token tiles span[0] .. span[1] - 1 of this CTA's slice in one copy pipeline. Then store the sums over
-        their tokens in the workspace.
+        all these tiles' tokens in the workspace.
 
         Args:
             ring: the stages in shared memory.

@@ -125,7 +125,8 @@ def backward_workspace(
     Args:
         cta: sizes of the main kernel's CTA.
         width: D.
-        token_ctas, parts: see `BackwardCut`.
+        token_ctas: number of CTAs of the first kernel.
+        parts: number of parts of the tokens in the main kernel.
     """
     slices = slices_of(cta, width)
     rows = tiles_of(tokens) * block_bytes(n)

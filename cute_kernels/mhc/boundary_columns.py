@@ -134,7 +134,12 @@ class BoundaryColumns(Invariant):
         """Do the work of `compute` at a lane's columns for one of the lane's two tokens: token lane / 4 + 8 `half` of
         the tile.
 
-        products: the result of `_products`. The other arguments: see `compute`.
+        Args:
+            stage: the tile's arrays in shared memory (`BoundaryTile`).
+            made, out: arrays in shared memory for the updated streams, and for d_streams and d_y.
+            weights: the lane's parameters.
+            of_norm: the lane's sums for the gradient of the norm's weight; the token's contribution is added.
+            products: dp weight, a term of d', at the warp's columns (`_products`).
         """
         n, tile = self.n, self.tile
         row = cute.arch.lane_idx() // 4 + 8 * half

@@ -80,7 +80,7 @@ class BoundarySums(Invariant):
         Args:
             stage: the tile's arrays and block in shared memory; dp is in the block.
             made: the updated streams in shared memory.
-            sums: registers, see `zeros`.
+            sums: the lane's elements of the weight's gradient, registers [FRAGMENT, K / 8, n] (`zeros`).
         """
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         blocks = stage + tile.arrays * tile.array_words
@@ -102,9 +102,12 @@ class BoundarySums(Invariant):
         of tile `number`.
 
         Args:
-            stage, made: see `add`.
+            stage: the tile's arrays in shared memory: streams, d', y and d_mix.
+            made: the updated streams in shared memory.
             leaves: addresses in the workspace; only `dots` is used.
             index: the slice's number.
+            number: the token tile's number.
+            tokens: T; tokens past the last are not stored.
         """
         for turn in cutlass.range_constexpr(TOKEN_TILE // (PAIR * self.tile.warps)):
             row = (self.tile.warp() + turn * self.tile.warps) * PAIR
@@ -115,12 +118,22 @@ class BoundarySums(Invariant):
     @cute.jit
     def _dots(self, stage: cute.Pointer, made: cute.Pointer, first: Int32) -> tuple:
         """Return the dot products over a slice's columns for two tokens of a tile, `first` and `first` + 1, as two MMA
-        results.
+        results [16 rows, 8 columns].
 
-        The first result has the tokens' streams and y times d' (the gradients of the updated streams). The second has
-        their updated streams times d_mix (the gradient of the mix).
+        Row r below is of token `first` + r / n and stream r % n, for r < 8 = 2 n.
 
-        stage, made: see `add`.
+            result   rows 0 .. 7            rows 8 .. 15               column c
+            first    stream                 y of row r - 8's token     d' of token `first` + c / n, stream c % n
+            second   updated stream         rows 0 .. 7 again          d_mix of token `first` + c % 2
+
+        d' is the gradient of the updated streams, d_mix the gradient of the mix. A lane has 4 elements of each result:
+        columns 2 (lane % 4) and the next, of row lane / 4, then of row lane / 4 + 8. Elements that combine different
+        tokens are not used.
+
+        Args:
+            stage: the tile's arrays in shared memory: streams, d', y and d_mix.
+            made: the updated streams in shared memory.
+            first: the first token's number in the tile.
         """
         tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
         row, matrix = lane % 8, lane // 8
@@ -187,7 +200,7 @@ class BoundarySums(Invariant):
         Args:
             leaves: addresses of the workspace's arrays; 0: this gradient is not wanted, and nothing is stored for it.
             number: the CTA's index in these arrays, part * slices + slice.
-            sums: this lane's sums for the projection's weight, see `zeros`.
+            sums: this lane's sums for the projection's weight, registers [FRAGMENT, K / 8, n] (`zeros`).
             of_norm: this lane's sums for the norm's weight.
         """
         thread, _, _ = cute.arch.thread_idx()

@@ -1,8 +1,15 @@
-"""The arrays of a stage of the boundary's backward, in shared memory (`slice_tile.py`). They are: the n streams, the n
-gradients of the updated streams, y (the sublayer's output) and d_x (the gradient of the next sublayer's input). The
-tile's block follows (`boundary_backward_shapes.block_bytes`).
+"""Layout of a pipeline stage in shared memory, in the backward of the boundary.
 
-The kernel overwrites the gradients of the updated streams with their totals, and d_x with the gradient of the mix.
+The boundary (boundary.py) is the step between two sublayers: from n residual streams [T, n, D] and a sublayer's output
+y [T, D] it makes the updated streams, and from their weighted sum, the mix [T, D], the next sublayer's input x [T, D].
+
+A stage holds a token tile: 16 tokens, at the CTA's columns. It has these arrays of [16 tokens, columns], in this order
+(`slice_tile.py`): n streams, n gradients of the updated streams, y, and d_x (the gradient of x). After the arrays comes
+the tile's block: dp, the gradient of the projection, and a record of coefficients for each token
+(`boundary_backward_shapes.block_bytes`).
+
+The kernel overwrites two kinds of arrays in place. Each incoming gradient of an updated stream becomes d', the whole
+gradient (formula at the top of boundary_backward.py), and d_x becomes the gradient of the mix.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ class BoundaryTile(SliceTile):
 
     Attributes:
         streams: index of the first of the n arrays of streams.
-        gradients: index of the first of the n arrays of the streams' gradients.
+        gradients: index of the first of the n arrays of gradients of the updated streams.
         y, d_x: index of y's array and of d_x's array.
     """
 

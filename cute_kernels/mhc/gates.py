@@ -3,8 +3,12 @@ streams.
 
     z = p r alpha + bias, r = 1 / (rms(x) + eps);  h_pre = sigmoid(z), h_post = 2 sigmoid(z), h_res = z
 
-Of the K outputs, the first n are for h_pre, the next n for h_post, the last n^2 for h_res. Each of the three has its
-own alpha. A warp handles a token. The gradients are in gates_backward.py.
+x are a token's n streams as one row; r is the factor of its RMS norm; alpha (a factor) and bias are learned parameters.
+h_pre [n] weighs the streams in a sublayer's input, h_post [n] spreads the sublayer's output over the streams, and h_res
+[n, n] mixes the streams.
+
+An output is one of the K elements of p. Outputs k < n are for h_pre, n <= k < 2n for h_post, and the last n^2 for
+h_res. Each of the three has its own alpha, one number. A warp handles a token. The gradients are in gates_backward.py.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class Gates(NamedTuple):
     """Parameters of the gates.
 
     Attributes:
-        alpha_pre, alpha_post, alpha_res: addresses of one number each.
+        alpha_pre, alpha_post, alpha_res: addresses of one number each, the factors of p r for h_pre, h_post and h_res.
         bias: the address of K = n^2 + 2n numbers.
         forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
         eps: a number, added to rms(x).
@@ -52,7 +56,8 @@ def sigmoid(z: Float32) -> Float32:
 
 @cute.jit
 def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
-    """Return the alpha of output k, which is element k of p and row k of the weight."""
+    """Return alpha, the factor in the gate's argument z = p r alpha + bias, for output k (element k of p): alpha_pre
+    for k < n, alpha_post for n <= k < 2n, alpha_res for the last n^2 outputs."""
     address = gates.alpha_res
     if k < n:
         address = gates.alpha_pre

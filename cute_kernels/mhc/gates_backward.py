@@ -53,7 +53,8 @@ class LaneGradients(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A lane's registers for a batch of GATE_BATCH tokens.
+    """A lane's registers for a batch of GATE_BATCH tokens. A lane has `rounds` outputs (elements of p) of each token:
+    k = lane, lane + 32, ...
 
     Attributes:
         p: [GATE_BATCH, rounds], p of the lane's outputs.
@@ -249,7 +250,9 @@ class GatesBackward(Invariant):
         streams are in the array `norms` of all tokens.
 
         Args:
-            products, pairs, norms, parts: see `launch`.
+            products: the address of the blocks of all token tiles (16-bit streams), or of dp by token (float32).
+            pairs, norms: the addresses of dp by pairs of tokens, and of the factors f; only for float32 streams.
+            parts: for 16-bit streams, how many numbers represent an element of dp, 1 or 2.
             index: number of the batch.
         """
         lane, token = cute.arch.lane_idx(), index * GATE_BATCH
@@ -319,7 +322,7 @@ class GatesBackward(Invariant):
 
 
 class GateRows(NamedTuple):
-    """Arguments of `GateSums`.
+    """Addresses of the partial sums for the gradients of the gates' parameters, and of these gradients (`GateSums`).
 
     Attributes:
         rows: the address of float32 [count, 2 K]. A row has the sums over tokens that one CTA of `GatesBackward`
@@ -360,7 +363,7 @@ class GateSums(Invariant):
         totals.fill(0.0)
         raw = cute.make_rmem_tensor((self.READS, self.rounds), Float32)
         for first in cutlass.range(warp, count, self.warps * self.READS):
-            # Past the last row, that row is read again, so that all reads of a turn are under way together.
+            # Past the last row, that row is read again, so that all READS reads are under way together.
             for read in cutlass.range_constexpr(self.READS):
                 row = cutlass.min(first + read * self.warps, count - 1)
                 for i in cutlass.range_constexpr(self.rounds):

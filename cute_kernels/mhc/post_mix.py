@@ -134,7 +134,7 @@ class PostMix(Invariant):
 class Coefficients(Invariant):
     """A token's h_res and h_post in shared memory. They are not in registers, which are needed for sums.
 
-    Two buffers, used in turns, hold the coefficients of the current and of the next token. Element j n + i is the
+    Two buffers, used alternately, hold the coefficients of the current and of the next token. Element j n + i is the
     factor of stream j in output i, so that the factors of one stream are neighbours; the n elements of h_post follow.
     """
 
@@ -167,8 +167,8 @@ class Coefficients(Invariant):
         call this, too; they store nothing.
 
         Args:
-            index: the coefficient's number, as in `load`.
-            value: the result of `load`.
+            index: the coefficient's number: j n + i for the factor of stream j in output i, n^2 + i for h_post[i].
+            value: the coefficient, which `load` read.
             buffer: index of the buffer, 0 or 1.
         """
         if index < self.count:

@@ -206,7 +206,7 @@ class Project(Invariant):
         per_row = problem.slice_columns // count
         total = self.outputs * per_row
         for first in cutlass.range(thread, total, threads * FILL_READS):
-            # Past the end, read the last vector again, so that all reads of a turn are issued together.
+            # Past the end, read the last vector again, so that all FILL_READS reads are issued together.
             at = [cutlass.min(first + i * threads, total - 1) for i in range(FILL_READS)]
             columns = [part * problem.slice_columns + place % per_row * count for place in at]
             raw = []
@@ -236,7 +236,10 @@ class Project(Invariant):
 
     @cute.jit
     def _advance(self, stage: cute.Pointer, problem: Projection, path: Path, place: Place, is_any) -> Place:
-        """Start to copy a step to a stage, if any step is left (`is_any`). Return the step to copy after this one."""
+        """Start to copy the step at `place` to a stage, and return the step to copy after it.
+
+        is_any: False: no step is left; nothing is copied, but a group is committed, so that waits count alike.
+        """
         copy = AsyncCopy(WORDS)
         if is_any:
             self._copy(copy, stage, problem, place, path.vectors)

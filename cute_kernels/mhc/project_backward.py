@@ -80,7 +80,7 @@ class ProjectBackward(Invariant):
     three alphas.
 
     Args:
-        workspace: its address; see `shapes.backward_workspace`.
+        workspace: the address of the workspace (`shapes.backward_workspace` has its size and arrays).
         ctas: number of CTAs of the gates' kernel (`shapes.gate_ctas`).
         parts: number of parts of the tokens (`shapes.spread_splits`).
 
@@ -484,13 +484,14 @@ def _registers(values: list) -> cute.Tensor:
 
 
 def _at(early: list, index: int, read: Callable, *arguments):
-    """Return early[index] if `early` is not empty (the values were loaded before); otherwise return what `read` loads
-    now."""
+    """Return early[index] if `early` is not empty (the values were loaded before); otherwise return read(*arguments),
+    which loads the values now."""
     return early[index] if early else read(*arguments)
 
 
 class PartSums(Invariant):
-    """Kernel that makes d_weight by adding the parts' sums in order: out[i] = sum over parts of partials[part, i].
+    """Kernel that makes d_weight by adding in order the sums of all parts (ranges) of the tokens: out[i] = sum over
+    parts of partials[part, i].
 
     Each thread has four elements of out. One more CTA, the last, adds the gates' sums (`GateSums`) at the same time.
     """
@@ -514,7 +515,7 @@ class PartSums(Invariant):
             out: the address of the result; 0: not wanted; then only the gates' sums are added.
             size: elements of out.
             code: the dtype of out.
-            rows: the gates' sums, see `GateSums`.
+            rows: the gates' partial sums over tokens, and where the gradients of bias and alphas go.
         """
         ctas, threads = Int32(0), self.WARPS * LANES
         if out != 0:

@@ -305,7 +305,7 @@ class ExactProducts(Invariant):
         cute.arch.sync_warp()
 
     def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
-        """Return 16 bytes of shared memory as words. They lie `rows` rows after the lane's address `place`."""
+        """Return 16 bytes of shared memory, `rows` rows after the lane's address `place`, as 4 words."""
         words = cute.make_rmem_tensor(WORDS, Int32)
         words.store(shared_at(Int32, place + rows * self.step_words, WORDS).load())
         return words

@@ -219,7 +219,7 @@ class TileGradients(Invariant):
             copiers: this thread's index among the threads that copy dp, and their count.
             streams, products: addresses and sizes.
             place: the warp's columns.
-            fixed: the weight (`_fixed_operand`).
+            fixed: the weight at these columns as MMA operands (`_fixed_operand`).
             first, last: the range of tiles.
             sums: the sums for d_weight.
         """
@@ -323,7 +323,9 @@ class TileGradients(Invariant):
             stage: x and the addends of the tile, in shared memory.
             blocks: dp and the factors f of the tile, in shared memory.
             place: the warp's columns.
-            fixed: the weight (`_fixed_operand`).
+            fixed: the weight at these columns as MMA operands (`_fixed_operand`).
+            tile: number of the token tile.
+            sums: the warp's sums for d_weight, registers.
         """
         if products.weights != 0:
             self._grow(stage, blocks, sums)
@@ -334,7 +336,10 @@ class TileGradients(Invariant):
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
         """Add x^T dp, summed over a tile's tokens, to `sums`. dp is the gradient of p = x weight^T.
 
-        stage, blocks: see `_tile`.
+        Args:
+            stage: x of the tile, in shared memory.
+            blocks: dp of the tile, in shared memory.
+            sums: the warp's sums for d_weight, registers.
         """
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
         right = [self._dp(blocks, True, part) for part in range(self.parts)]
@@ -357,7 +362,12 @@ class TileGradients(Invariant):
         """Store d_x of a tile. d_x passes through shared memory, so that 8 lanes store 128 bytes of one row; from
         registers they would store 64 bytes of each of two rows.
 
-        stage, blocks, place, fixed: see `_tile`.
+        Args:
+            stage: x and the addends of the tile, in shared memory; d_x overwrites x.
+            blocks: dp and the factors f of the tile, in shared memory.
+            place: the warp's columns.
+            fixed: the weight at these columns as MMA operands (`_fixed_operand`).
+            tile: number of the token tile.
         """
         lane = cute.arch.lane_idx()
         left = [self._dp(blocks, False, part) for part in range(self.parts)]

@@ -181,8 +181,10 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
 
     Args:
         m0: M0, [n, n] row-major.
+        q: Q, [n, n] row-major.
         ours: the factors, after the step, of the lines (rows or columns) that the step normalised.
-        theirs, strides: as in `_balance`.
+        theirs: the factors of the other kind of line.
+        strides: distance in m0 from line to line, and from element to element of a line.
     """
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]

@@ -1,10 +1,11 @@
 """The last step of the projection's backward for 16-bit streams: makes d_weight from partial sums. d_weight [K, n C] is
 the gradient of the projection's weight, for n residual streams of C columns and K = n^2 + 2n outputs.
 
-A warp of the main kernel holds its sums for d_weight in registers, over one part of the tokens. They are `count`
-fragments of 4 registers a lane, in the order in which an MMA leaves them. The workspace has them in the same order, 16
-bytes a thread; in the order of d_weight, a warp would store 32 bytes at a time. A second kernel has one CTA for each
-fragment of each CTA. It adds the parts in order, so that d_weight has the same bits every time.
+The tokens are divided into parts (ranges). A warp of the main kernel holds its sums for d_weight over one part in
+registers. These sums are `count` fragments of 4 registers a lane, in the order in which an MMA leaves them. The
+workspace has them in the same order, 16 bytes a thread; in the order of d_weight, a warp would store 32 bytes at a
+time. A second kernel has one CTA for each pair of a block of columns and a fragment. It adds the sums of all parts in
+order, so that d_weight has the same bits every time.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 class TokenSums(Invariant):
     """`count` sums over all threads of a CTA, for one token after the other.
 
-    For each token, call `leave`, a barrier (sync_threads), then `total`. Use buffers 0 and 1 in turns. With two
+    For each token, call `leave`, a barrier (sync_threads), then `total`. Use buffers 0 and 1 alternately. With two
     buffers, one barrier a token is enough: a thread writes to a buffer again only after the next barrier, and by then
     all threads have read the buffer.
 

@@ -77,7 +77,7 @@ class WgradEpilogue(Invariant):
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Return True if this tile adds to dw, False if it overwrites dw. `finish` takes the result."""
+        """Return True if this tile adds to dw, False if it overwrites dw. The result is an argument of `finish`."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
@@ -92,7 +92,7 @@ class WgradEpilogue(Invariant):
         Args:
             state: the inputs and slots.
             acc: the thread's accumulators.
-            adds: the result of `begin`.
+            adds: True: add to dw; False: overwrite dw (`begin` decides).
             stores: not used; `state.inputs` has the address of dw.
             work: the output tile.
             share: not used, since a CTA has the whole tile.
@@ -143,7 +143,8 @@ class GroupedWgrad(TileKernel):
             rows: the addresses of the indices of dy's rows and of x's rows; 0: rows lie in order. At least one of the
                 two is 0.
             dw_table: the address of the offsets of experts' dw; 0: dw is packed.
-            mask, accumulate: see `WgradInputs`.
+            mask: the address of bool [E], True for each group that adds to dw; 0: `accumulate` decides for all groups.
+            accumulate: read only if there is no mask. Not 0: all groups add to dw; 0: all groups overwrite dw.
         """
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))

@@ -80,8 +80,10 @@ def e4m3_pair(two: Int32) -> Int32:
 
 
 def e4m3_pairs(word: Int32) -> list[Int32]:
-    """Return the four E4M3 bytes of a word as bfloat16 numbers, 2^-120 times their value, in two words: bytes 0 and 2,
-    then bytes 1 and 3. NaN becomes the number 480.
+    """Return the four E4M3 bytes of a word as bfloat16 numbers, 2^-120 times their value, in two words. The first word
+    has byte 0 in its lower half and byte 2 in its upper half; the second has bytes 1 and 3.
+
+    A NaN is read as 480, so it gives the number 480 * 2^-120.
     """
     moved = (word << 4, word << 8), (word >> 4, word)
     return [(magnitudes & MAGNITUDES) | (signs & SIGNS) for magnitudes, signs in moved]
@@ -102,7 +104,7 @@ class NarrowLines(NamedTuple):
 
     Attributes:
         parts, distances: the addresses of the weight rows that the thread copies, as in `operands.Lines`.
-        scales: a thread loads the scales of one weight row: the address of these scales.
+        scales: the address of the scales that the thread loads, which belong to one weight row.
         blocks: number of scales of a weight row.
     """
 

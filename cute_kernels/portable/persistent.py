@@ -101,7 +101,7 @@ class TileKernel(Invariant):
 
         Args:
             operands, inputs: run-time inputs of the mainloop and of the epilogue.
-            stores: a `RowStore` for each output tensor.
+            stores: a `RowStore` (the address of an output tensor and its shape) for each output tensor.
         """
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -154,7 +154,8 @@ class TileKernel(Invariant):
             states: makes the epilogue's states.
             acc: the thread's accumulators.
             work: the output tile.
-            operands, stores: see `start`.
+            operands: run-time inputs of the mainloop.
+            stores: a `RowStore` (the address of an output tensor and its shape) for each output tensor.
         """
         share = TileShare(Int32(0), Int32(0))
         acc.fill(0.0)

@@ -20,13 +20,13 @@ from .operands import CHUNKS, STEP, chunk_at
 
 
 class Place(NamedTuple):
-    """The place in global memory that a slot is stored to or loaded from.
+    """The place, a rectangle of a matrix in global memory, that a slot is stored to or loaded from.
 
     Attributes:
         address: the address of the place's first element.
         pitch: bytes from row to row.
         rows, columns: how many rows (of the group, or of dw) and columns there are from the first element on. Elements
-            of the slot past them are not stored; a load fills them with zeros.
+            of the slot past these rows or columns are not stored; a load fills them with zeros.
     """
 
     address: Int64
@@ -92,7 +92,8 @@ def make_store(view: cute.Tensor) -> RowStore:
 
 
 class Slots(slots.Slots):
-    """A CTA's slots: `count` slots of 64 rows of 128 bytes, filled and emptied in turn, with one barrier a slot.
+    """A CTA's slots: `count` slots of 64 rows of 128 bytes in shared memory. They are filled and emptied one after the
+    other, around the ring, with one barrier for each use of a slot.
 
     Args:
         smem: the first slot.
@@ -129,8 +130,14 @@ class Slots(slots.Slots):
 
     @cute.jit
     def bring(self, place: Place, slot: cutlass.Constexpr[int]):
-        """Start to copy a place of global memory into a slot. Fill the slot with zeros past the place's rows and
-        columns."""
+        """Start to copy a rectangle of a matrix in global memory into a slot (64 rows of 128 bytes in shared memory),
+        by cp.async. The caller commits the copies and waits for them. Past the rectangle's rows and columns, the slot
+        is filled with zeros.
+
+        Args:
+            place: the rectangle: its address, row distance, and number of rows and columns.
+            slot: the slot's index.
+        """
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         for i in cutlass.range_constexpr(ROWS // STEP):

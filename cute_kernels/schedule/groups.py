@@ -15,8 +15,8 @@ OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 """Encodings of group sizes. OFFS: cumulative; a number is the row after the last row of its group. SPLITS: the size of
 each group."""
 OFFS_OF_CALL = -1
-"""The encoding of int32 offs that are written by the previous kernel of the same call. A kernel with this encoding
-waits until the previous kernel has ended before it reads them."""
+"""The encoding of int32 offs that the previous kernel of the same call writes. A kernel with this encoding waits until
+the previous kernel has ended before it reads the offs."""
 
 
 class Groups(NamedTuple):

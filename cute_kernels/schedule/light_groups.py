@@ -26,7 +26,7 @@ LIGHT, HEAVY = "light", "heavy"
 
 
 class Cursor(NamedTuple):
-    """A position among the groups of one kind: LIGHT (few rows) or HEAVY.
+    """A position in the sequence of all tiles of groups of one kind: LIGHT (few rows) or HEAVY.
 
     Attributes:
         window: the 32 groups that held the cursor's last tile.

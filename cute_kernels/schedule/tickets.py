@@ -67,11 +67,17 @@ class Tickets(Invariant):
 
     @cute.jit
     def take(self, number: Int32, num_tickets: Int32) -> Int32:
-        """Draw a ticket, which stands for a tile, and return it in every lane of the cluster's scheduler warps.
+        """Draw the cluster's next ticket, and return it in every lane of the cluster's scheduler warps. All lanes of
+        these warps (one warp in each CTA) call this.
+
+        Tickets are 0, 1, 2, ... over all clusters. With C clusters, ticket t stands for cluster tile C + t. If there is
+        no such tile, the cluster has no more work and must not draw again.
 
         Args:
-            number: how many tickets the cluster drew before.
-            num_tickets: number of tickets that all clusters of the kernel draw together.
+            number: how many tickets the cluster drew before; it determines the slot and the phase of the barriers by
+                which the second CTA gets the ticket.
+            num_tickets: number of tickets that all clusters of the kernel draw together, including the last ticket of
+                each cluster, which finds no tile. Whoever draws ticket `num_tickets` - 1 sets the counter to 0.
         """
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
@@ -100,7 +106,8 @@ class Tickets(Invariant):
 
     @cute.jit
     def _take(self, num_tickets: Int32) -> Int32:
-        """Draw a ticket from the counter, and set the counter to 0 if the ticket is the last one.
+        """Draw a ticket from the counter, and set the counter to 0 if the ticket is the last one. Return the ticket in
+        all lanes of the warp.
 
         num_tickets: number of tickets that all clusters of the kernel draw together.
         """

@@ -153,7 +153,7 @@ class GroupTileScheduler(Invariant):
         Args:
             index: number of the cluster tile in its group.
             begin, end: the group's first row, and the row after its last row.
-            rank: the CTA's rank in its cluster.
+            rank: the CTA's rank in its cluster, 0 or 1.
         """
         m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m

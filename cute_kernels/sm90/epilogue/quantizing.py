@@ -134,7 +134,7 @@ class QuantizingEpilogue(ActivationEpilogue):
         (`Format.copies`).
 
         Args:
-            exponent: the scale, a result of `_scale_of`.
+            exponent: the scale as `_scale_of` returns it: here the biased exponent of a power of two.
             row: the row of the activation [T, I].
         """
         store_scale(self.act, state.inputs.out_scale, state.pitch, exponent, row, column)

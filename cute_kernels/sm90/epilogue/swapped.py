@@ -220,7 +220,8 @@ class SwappedEpilogue(Epilogue):
         return of_columns
 
     def _weight_row(self, state: SwappedState, work: WorkTile, share: TileShare, i: int) -> tuple[Int32, Boolean]:
-        """Return the index, in the expert, of the thread's i-th weight row, and whether there is such a row."""
+        """Return the index, in the expert, of the thread's i-th weight row, and a boolean. True: the row exists;
+        False: it is past the expert's last weight row."""
         column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
         half = state.bias_size // self.parts
         return row_of(self.layout, state.gate, column, self.rows.part(i), half), column < half
@@ -270,12 +271,13 @@ class SwappedEpilogue(Epilogue):
         self, state: SwappedState, acc: cute.Tensor, of_columns: OfColumns, row_chunk: cutlass.Constexpr[int],
         column_chunk: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Return a thread's float32 results of one chunk: for each 8 output rows, [thread_columns, 2 rows].
+        """Return a thread's float32 results of one chunk (the results that are stored at once): for each 8 output rows,
+        [thread_columns, 2 rows], where thread_columns are the thread's output columns of the chunk.
 
         Args:
             acc: the thread's accumulators.
-            of_columns: what `begin` returned.
-            row_chunk: index of the chunk along output rows. A chunk is the results that are stored at once.
+            of_columns: biases and scales of the thread's weight rows, which `begin` loaded.
+            row_chunk: index of the chunk along output rows.
             column_chunk: index of the chunk along the warpgroup's output columns.
         """
         slab_regs, count = cute.size(acc) // self.slabs, self.thread_columns
@@ -304,7 +306,8 @@ class SwappedEpilogue(Epilogue):
         return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
-        """Compute results, without row scales, from `sums`: a tensor of sums (bias included) for each part."""
+        """Compute results, without row scales. sums: for each part of the tile (a and u of a gated layer, else one), a
+        tensor of sums, bias included."""
         return sums[0]
 
     def _round(self, state: SwappedState, values: cute.Tensor, work: WorkTile, row: Int32, first_column: Int32) -> None:

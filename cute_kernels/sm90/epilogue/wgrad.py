@@ -100,11 +100,12 @@ class WgradEpilogue(KernelEpilogue):
         return WgradState(inputs, slots, barriers, self.loads_type)
 
     def _tiles(self, tensor: cute.Tensor, state: WgradState, work: WorkTile, share: TileShare) -> list[cute.Tensor]:
-        """Return the places in dw of all chunks of a warpgroup's share, slab by slab. A chunk fills one slot.
+        """Return the tiles of dw to which a warpgroup stores its accumulators, slab by slab (64 rows of dw). Each tile
+        has the 64 rows and the columns of one chunk, which fills one slot.
 
         Args:
             tensor: the TMA view of dw; the results are tiles of this view.
-            share: the warpgroup's slabs (64 rows each) of the tile.
+            share: which slabs of the CTA's tile the warpgroup has.
         """
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
         first_row = self._first_row(work, share)
@@ -114,20 +115,21 @@ class WgradEpilogue(KernelEpilogue):
         return [self._tile(tensor[None, None, lo, hi], *place) for place in places]
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
-        """Return where a warpgroup's share of dw begins, as a number of slabs (64 rows of dw).
+        """Return where the rows of dw begin that a warpgroup computes, as a number of slabs (64 rows of dw).
 
         A subclass may count in another unit, as long as its `_tile` takes the same unit.
         """
         return work.m_tile * (self.tile.m // ROWS) + share.first_slab
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
-        """Return the tile of dw to which one chunk is stored.
+        """Return the tile of dw, 64 rows by `cols` columns, to which one chunk is stored. A chunk is what one slot (a
+        staging buffer in shared memory) holds.
 
         Args:
-            dw: an expert's dw.
-            first_row: the result of `_first_row`.
-            slab: index of the chunk's slab (64 rows of dw) in the warpgroup's share.
-            column: the chunk's index along dw's columns.
+            dw: an expert's dw [N, K].
+            first_row: where the rows that the warpgroup computes begin, as a number of slabs of 64 rows (`_first_row`).
+            slab: index of the chunk's slab (64 rows of dw) among the warpgroup's slabs.
+            column: index of the chunk along dw's columns, in units of `cols`.
         """
         return cute.local_tile(dw, (ROWS, self.cols), (first_row + slab, column))
 

@@ -46,7 +46,7 @@ class MmaTile(NamedTuple):
     Attributes:
         work: the output tile.
         next_work: the next tile in the scheduler's ring; the same as `work` if the next tile is not known yet.
-        share: the warpgroup's share of the tile.
+        share: which slabs (64 rows each) of the tile the warpgroup multiplies.
         num_k_tiles: number of k-tiles of the contraction.
     """
 
@@ -392,7 +392,10 @@ class Mainloop(Invariant):
 
         Args:
             tCrA, tCrB: descriptors of A and B, from `fragments`.
-            num_k_tiles, slabs, depth, before: see `Loop`.
+            num_k_tiles: number of k-tiles of the loop.
+            slabs: how many of the warpgroup's slabs (64 rows each) the loop multiplies.
+            depth: how many elements of each k-tile's depth the loop multiplies.
+            before: number of k-tiles that earlier loops of the tile multiply.
             state: pipeline state of the loop's first stage.
             release: pipeline state of the next stage to release.
         """

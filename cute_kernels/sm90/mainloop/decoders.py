@@ -32,7 +32,13 @@ class HopperE4m3(E4m3):
     """E4M3 elements whose scale is a bfloat16 number."""
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """Return the two E4M3 bytes in the lower half of `share` times their scale, as bfloat16."""
+        """Return two E4M3 elements times their scale, as two bfloat16 numbers in a word.
+
+        Args:
+            share: a word whose lower half holds the two elements, as the thread read them from shared memory.
+            pair: not used; a share has one pair.
+            multiplier: the scale, a bfloat16 number in both halves of a word.
+        """
         ptx = """{
         .reg .b16 bytes, low, high; .reg .b32 pair; .reg .f32 first, second;
         cvt.u16.u32 bytes, {$r0};
@@ -53,7 +59,13 @@ class HopperE4m3InFloat32(E4m3):
     """
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """Return the two E4M3 bytes in the lower half of `share` times the float32 `multiplier`, as bfloat16."""
+        """Return two E4M3 elements times their scale, as two bfloat16 numbers in a word.
+
+        Args:
+            share: a word whose lower half holds the two elements, as the thread read them from shared memory.
+            pair: not used; a share has one pair.
+            multiplier: the bits of the scale, a float32 number.
+        """
         ptx = """{
         .reg .b16 bytes, low, high; .reg .b32 pair; .reg .f32 first, second, scale;
         mov.b32 scale, {$r1};

@@ -242,7 +242,8 @@ class GemmMainloop(WeightsFirst):
         return self.parts
 
     def weights(self, x: cute.Tensor, *of: Any) -> Weights:
-        """Make the loads of a tile's weights. x: not used here. of: the arguments of `Weights`."""
+        """Make the loads of a tile's weights. x: the operand x, which only subclasses look at. of: the arguments with
+        which `Weights` is constructed."""
         return Weights(*of)
 
     def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
@@ -255,6 +256,6 @@ class GemmMainloop(WeightsFirst):
     def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
         """Return TMA box number `box` (some rows of x) of k-tile number `k_tile`.
 
-        tiles: the result of `row_tiles`, partitioned for TMA.
+        tiles: x divided into TMA boxes (`row_tiles`), partitioned for TMA.
         """
         return tiles[None, box, k_tile]
