@@ -22,8 +22,8 @@ class Accumulation(NamedTuple):
             at the end these sums are added in order. 1: one sum.
         promoted: number of elements of the contraction after which the sum so far is scaled and added to a float32 sum;
             0: products are not promoted.
-        shares: number of sums that take turns at k-tiles: each has every `shares`-th one. At the end these sums are
-            added in order. 1: one sum.
+        shares: number of sums to which k-tiles go alternately: each sum has every `shares`-th k-tile. At the end these
+            sums are added in order. 1: one sum.
     """
 
     mma: str

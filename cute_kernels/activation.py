@@ -148,6 +148,7 @@ def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, p
 
 
 def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParams) -> None:
+    """Set each element of `outputs` to the activation `name` of the same element of `parts`, [a, u] or [a]."""
     formula = FORMULAS[name]
     numbers = params.numbers[: len(formula.numbers)]
     for i in range(cute.size(outputs)):

@@ -51,10 +51,10 @@ class PolicyProblem(Protocol):
     Attributes:
         op: the operator's name, for example "grouped_mm".
         operands: a key of `formats.OPERANDS`.
-        save_preact: FC1 also stores the preactivation.
-        transpose_w: the GEMM contracts over rows of the stored weights.
+        save_preact: True: FC1 also stores the preactivation.
+        transpose_w: True: the GEMM contracts over rows of the stored weights.
         rows, experts: number of rows of x, and number of experts.
-        gathers: x's rows are read by index (`rows=`).
+        gathers: True: x's rows are read by index (`rows=`).
         weights: the shape (N, K) of each weight of an expert: N columns of the result, K columns of x.
     """
 
@@ -148,8 +148,8 @@ class ArchPolicy(Protocol):
         suggestions: returns sentences about other calls that would be faster than this call with any tile.
         second_tile: takes FC1's tile and returns FC2's. In a backward, takes grouped_dglu's tile and returns the data
             gradient's tile.
-        glu_form: returns the form of the kernel that serves an activation and a gate layout in an FC1, as keys of
-            ACTIVATION_FORMS and LAYOUT_FORMS.
+        glu_form: returns two keys, of ACTIVATION_FORMS and of LAYOUT_FORMS: the sets of activations and of gate layouts
+            (forms) for which the FC1 kernel is compiled that serves a given activation and gate layout.
         time_us: returns the modelled microseconds of a GEMM, the mean over even and skewed routing.
         even_us: returns the modelled microseconds of a GEMM with even routing.
         all_tiles: returns every possible tile for operands whose elements have a given number of bits.

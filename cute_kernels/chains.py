@@ -49,8 +49,8 @@ class Of:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Source of a stage's argument: the number of kernels that the same call launches before this stage. Steps that are
-    left out do not count."""
+    """Source of a stage's argument: the number of kernels that the same call launches before this stage. Steps that a
+    call leaves out do not count."""
 
 
 Source = str | int | Of | Position

@@ -59,12 +59,13 @@ def glu_forms(
     transpose_w: bool = False,
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Return every pair of forms (activations, gate layouts) that FC1 kernels of these operands and tile are compiled
-    for.
+    for. A form is a set of activations, or of gate layouts, that one kernel serves; a call chooses one at run time.
 
     Args:
-        glu_form: the policy's function (`arch.ArchPolicy`).
-        save_preact: FC1 stores the preactivation.
-        transpose_w: w1 is transposed.
+        glu_form: the function of the architecture's policy that returns the forms for an activation and a gate layout.
+        operands: a key of OPERANDS.
+        save_preact: True: FC1 stores the preactivation.
+        transpose_w: True: w1 is transposed.
     """
     widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
     pairs = product(activation_forms(), widths)
@@ -91,7 +92,7 @@ def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
     Args:
         arch: a key of ARCHS.
         tiles: the tiles of these GEMMs.
-        glu_form: the policy's function (`arch.ArchPolicy`).
+        glu_form: the function of the architecture's policy that returns the forms for an activation and a gate layout.
     """
     specs: list[Spec] = []
     for tile, dtype, transpose_w in product(tiles, DTYPES, (False, True)):
@@ -138,7 +139,8 @@ def fp8_specs(
         operands: a key of OPERANDS, in FP8.
         tiles: FC1's tiles.
         second_tile: returns FC2's tile for FC1's.
-        glu_form: see `arch.ArchPolicy`.
+        glu_form: returns the forms (sets of activations and of gate layouts, one kernel for each set) that an FC1
+            kernel serves; a function of the architecture's policy.
         quantized: the values of `GroupedMlpSpec.quantized` to ship.
     """
     specs: list[Spec] = []
@@ -193,7 +195,8 @@ def decoded_specs(
     Args:
         arch: a key of ARCHS.
         tiles: the tiles for each key of OPERANDS.
-        glu_form: see `arch.ArchPolicy`.
+        glu_form: returns the forms (sets of activations and of gate layouts, one kernel for each set) that an FC1
+            kernel serves; a function of the architecture's policy.
         dgrad: the tile of data gradients.
     """
     specs: dict[Spec, None] = {}
@@ -217,7 +220,8 @@ def quantizing_specs(arch: str) -> list[Spec]:
 
 
 def folding_specs(arch: str) -> list[Spec]:
-    """Return every fold of a weight to MXFP8 with one scale a row (`FoldMxfp8Spec`). Only FP8 MMAs need folds."""
+    """Return the specs of the kernels that fold a weight: quantise it to MXFP8 and rescale its blocks so that each row
+    has one scale (`FoldMxfp8Spec`). Only FP8 MMAs need folded weights."""
     return [FoldMxfp8Spec(dtype, axis, arch) for dtype, axis in product(WIDE_DTYPES, FOLD_AXES)]
 
 

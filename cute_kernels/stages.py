@@ -64,6 +64,8 @@ def formulas_of(spec: Spec) -> tuple[str, ...]:
 
 
 def _module(spec: Spec) -> str:
+    """Return the module, relative to this package, that makes a stage's kernel. Raises SpecError if the spec is of a
+    chain of several kernels."""
     if isinstance(spec, (MhcSpec, LayerSpec)) and spec.of_kernel.module:
         return spec.of_kernel.module
     if isinstance(spec, GemmSpec):

@@ -41,7 +41,7 @@ STATE = ("epoch", "last", "latest", "tickets", "error", "timeout", "mirror")
     last      kind of the last operation, an index of LAST
     latest    number of the latest dispatch
     tickets   a counter by which a kernel finds out which of its CTAs is the last
-    error     0, or the first error (see `failure`)
+    error     0, or the first error, from which `failure` reads the rank, the reason, the phase and the operation
     timeout   nanoseconds for which a kernel waits for another rank
     mirror    the address of host memory to which `error` is copied
 """

@@ -70,7 +70,9 @@ class LineSources(NamedTuple):
         chunks: for each block of 64 columns, the address of the thread's chunk of weight row 0, and True if the chunk's
             columns exist in w.
         scales: for each block of 64 columns, the address of the scales of this chunk.
-        pitch, rows, scale_pitch: see `Experts`.
+        pitch: distance from weight row to weight row, in units of 16 bytes.
+        rows: number of weight rows of an expert.
+        scale_pitch: bytes of a row of scales.
     """
 
     chunks: tuple[tuple[Int64, Boolean], ...]
@@ -221,9 +223,9 @@ class DecodedLines(Invariant):
         columns, in lines with a 128-byte swizzle.
 
         Args:
-            chunks, scales: the result of `read`.
+            chunks, scales: the chunks and, for each, its word of scales, as `read` returned them.
             target: the address of the decoded k-tile.
-            times: as for `read`.
+            times: the groups of `lines_at_once` weight rows that `read` read.
         """
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled

@@ -222,7 +222,8 @@ class RowsInFp8(Invariant):
 def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
     """Return a word's eight E2M1 elements as E4M3 bytes in two words.
 
-    lower, upper: the result of `_magnitudes` for the elements' block.
+    lower, upper: the eight magnitudes of E2M1 times the block's factor, as E4M3 bytes: the four smallest, then the four
+    greatest (`_magnitudes`).
     """
     indices, moved = word & MAGNITUDES, word << 4
     halves = []

@@ -47,7 +47,7 @@ class RowParts(NamedTuple):
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs of grouped_dglu's epilogue. `params`, `bias_size`, `w_scale` and `gate` are as in `base.Inputs`.
+    """Run-time inputs of grouped_dglu's epilogue. `base.Inputs` describes `params`, `bias_size`, `w_scale` and `gate`.
 
     Attributes:
         optional: optional inputs, of which `scale` is the row scale.

@@ -20,7 +20,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Dglu:
-    """Host function that launches a grouped_dglu without adapters. `signatures._dglu` describes its arguments."""
+    """Host function that launches a grouped_dglu without adapters. `signatures._dglu` describes its arguments: tensors,
+    then addresses (0: not given) and numbers."""
 
     def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
         self.tile = spec.tile

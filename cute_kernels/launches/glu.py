@@ -18,7 +18,7 @@ from ..tracing import DTYPES, Traced, traced
 
 class Glu:
     """Host function that launches a grouped_glu that stores only the activation. `signatures._glu` describes its
-    arguments."""
+    arguments: tensors, then addresses (0: not given) and numbers."""
 
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any):
         dtype, self.transposed = DTYPES[spec.dtype], spec.transpose_w
@@ -49,7 +49,12 @@ class Glu:
     ) -> Inputs:
         """Collect the epilogue's inputs.
 
-        up: the address of the linear half's weights; 0 or None: w has both halves.
+        Args:
+            w: the weights; only their sizes are used.
+            up: the address of the linear half's weights; 0 or None: w has both halves.
+            optional: addresses of biases and row scales.
+            params: the activation's number and its constants.
+            glu_layout: the number of the gate layout (`specs.LAYOUTS`).
         """
         n = w.shape[2] if self.transposed else weight_rows(w, up)
         return Inputs(optional, params, n, gate=gate_rows(glu_layout, n))

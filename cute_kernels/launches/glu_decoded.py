@@ -19,7 +19,7 @@ from ..tracing import DTYPES, Traced, traced
 
 class Glu:
     """Host function that launches a grouped_glu whose weights' format has no global scales. `signatures._glu` describes
-    its arguments."""
+    its arguments: tensors, then addresses (0: not given) and numbers."""
 
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w

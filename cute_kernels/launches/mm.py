@@ -15,7 +15,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
-    """Host function that launches a grouped_mm without adapters. `signatures._mm` describes its arguments."""
+    """Host function that launches a grouped_mm without adapters. `signatures._mm` describes its arguments: tensors,
+    then addresses (0: not given) and numbers."""
 
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any):
         dtype = DTYPES[spec.dtype]

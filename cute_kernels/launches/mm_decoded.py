@@ -18,7 +18,7 @@ from ..tracing import DTYPES, Traced, traced
 
 class Mm:
     """Host function that launches a grouped_mm whose weights' format has no global scales. `signatures._mm` describes
-    its arguments."""
+    its arguments: tensors, then addresses (0: not given) and numbers."""
 
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w

@@ -11,7 +11,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Wgrad:
-    """Host function that launches a grouped_wgrad. `signatures._wgrad` describes its arguments."""
+    """Host function that launches a grouped_wgrad. `signatures._wgrad` describes its arguments: tensors, then addresses
+    (0: not given) and numbers."""
 
     def __init__(self, spec: GroupedWgradSpec, wgrad_type: Any):
         self.wgrad = wgrad_type(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])

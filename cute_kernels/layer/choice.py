@@ -84,6 +84,7 @@ class Softmax(NamedTuple):
 
 
 def sigmoid(logit: Float32) -> Float32:
+    """Return 1 / (1 + exp(-logit))."""
     return 1.0 / (1.0 + cute.math.exp(-logit))
 
 

@@ -115,7 +115,17 @@ class FinishBackward(Invariant):
 
 
 class Finish:
-    """Host function that launches `FinishBackward`. `signatures._tail` describes its arguments."""
+    """Host function that launches `FinishBackward`.
+
+    Args:
+        act: a tensor [T, I], from which only its sizes are used.
+        dx: the address of 16-bit rows of dx_columns elements, dx_pitch elements apart, of which rows after the last
+            group are zeroed; 0: not given.
+        dx_tokens: not 0: nothing is zeroed in dx, since only rows of groups are read from it later.
+        d_scale: the address of float32 [T], the gradient of the row scale to write; 0: not wanted.
+        partials: the address of its partial sums, float32 [ceil(I / part_columns), T].
+        groups, group_form, num_groups, tickets: the group sizes (`schedule.groups.Groups`).
+    """
 
     def __init__(self, spec: BackwardCleanupSpec):
         self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])
@@ -134,4 +144,5 @@ class Finish:
 
 
 def trace(spec: BackwardCleanupSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Finish(spec))

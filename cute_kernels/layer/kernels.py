@@ -20,7 +20,8 @@ A choice is a pair (token n, j-th of its k experts). Arguments are addresses of 
 Further arguments of send_tokens and send_sums:
 
     most                        the most tokens of a rank
-    regions, state              see `windows`
+    regions                     int64 [REGIONS, world], the address of each region of each rank's window (windows.py)
+    state                       int64 [STATE], this rank's own state (windows.py)
     handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
     sum_rows, weight_places     tables for sending results back (`ranks.send.Table`)
     status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a
@@ -52,6 +53,8 @@ def _routing(
 
 
 def _of_rows(module: str, arguments: Signature) -> Kernel:
+    """Make the entry of KERNELS for a kernel that reads tokens or rows. It is compiled, and ships, for all
+    WIDE_DTYPES."""
     return Kernel(arguments, module, tuple(WIDE_DTYPES), tuple(WIDE_DTYPES))
 
 

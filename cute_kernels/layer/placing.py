@@ -71,13 +71,16 @@ def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
 
     Args:
         ids: the address of int32 [N, k].
-        experts, k, limit: see `Choices`.
+        experts: number of experts that have rows.
+        k: choices of a token.
+        limit: number of tokens that are not padding.
     """
     return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 
 @cute.jit
 def _expert(choices: Choices, index: Int32) -> Int32:
+    """Return the index of the expert of choice number `index`; -1 if the choice has no row (`Choices`)."""
     wide = Int64(0)
     if choices.wide != 0:
         wide = vector_at(Int64, choices.ids)[index]

@@ -30,6 +30,15 @@ WARPS = 8
 
 
 class RouteBackward(Invariant):
+    """Kernel that makes d_logits [N, E] from d_weights [N, k], the logits and the chosen ids [N, k]. The formulas are
+    at the top of this file.
+
+    Args:
+        forms: the dtype of logits and d_logits (`dtypes.PARAM_FORMS`).
+        tokens, experts: N and E.
+        score, normalize, scale: the router's rule (`choice.Rule`).
+    """
+
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
 
@@ -116,4 +125,5 @@ class RouteBackward(Invariant):
 
 
 def trace(spec: LayerSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, RouteBackward(spec))

@@ -37,7 +37,7 @@ def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cut
     """Return the rows `row` .. `end` - 1 of a ragged view, without the modes `wrap` and `end`.
 
     Args:
-        view: a result of `ragged_rows`, whose other modes may be reordered.
+        view: a view that `ragged_rows` made; its modes except `wrap` and `end` may be reordered.
         row_mode: the mode of the view that counts rows.
     """
     modes = cute.rank(view) - 2

@@ -139,7 +139,7 @@ def weight_view(
     part.
 
     Args:
-        table: the address of experts' offsets, see `ExpertAddress`; 0: w is packed.
+        table: the address of int64 [E], the offset of each expert in units of 16 bytes; 0: w is packed.
         parts: 2 for a gated layer, else 1.
         layout: a key of specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which.
         transposed: the GEMM contracts over w's rows, so n is w's last dimension and k its rows. With two parts, these

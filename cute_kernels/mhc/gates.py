@@ -51,6 +51,7 @@ class Gates(NamedTuple):
 
 
 def sigmoid(z: Float32) -> Float32:
+    """Return 1 / (1 + exp(-z)), by approximate instructions."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp(-z, fastmath=True))
 
 

@@ -18,14 +18,20 @@ COUNTS = (2, 4, 8)
 
 
 def _of_streams(module: str, arguments: Signature | None = None) -> Kernel:
+    """Make the entry of KERNELS for a kernel of residual streams, which ships for all WIDE_DTYPES of the streams.
+
+    arguments: None: a chain of kernels, whose steps determine its arguments.
+    """
     return Kernel(arguments, module, tuple(WIDE_DTYPES), tuple(WIDE_DTYPES))
 
 
 def _of_logits(arguments: Signature) -> Kernel:
+    """Make the entry of KERNELS for a Sinkhorn kernel, which takes logits of any dtype."""
     return Kernel(arguments, "mhc.sinkhorn", ANY, ANY)
 
 
 def _of_boundaries(module: str, arguments: Signature) -> Kernel:
+    """Make the entry of KERNELS for a kernel of `boundary`, which takes 16-bit streams (BOUNDARY_COUNTS streams)."""
     return Kernel(arguments, module, tuple(DTYPES), tuple(DTYPES), counts=BOUNDARY_COUNTS)
 
 

@@ -376,4 +376,5 @@ def _exchanged(row: Int32, vector: Int32) -> Int32:
 
 
 def trace(spec: MhcSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Project(spec))

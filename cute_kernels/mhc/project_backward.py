@@ -477,6 +477,7 @@ class VectorGradients(Invariant):
 
 
 def _registers(values: list) -> cute.Tensor:
+    """Return float32 registers that hold the numbers of a list."""
     raw = cute.make_rmem_tensor(len(values), Float32)
     for i, value in enumerate(values):
         raw[i] = value
@@ -550,4 +551,5 @@ KERNELS = {"project_backward": ProjectBackward, "pre_backward": PreBackward}
 
 
 def trace(spec: MhcSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

@@ -69,7 +69,8 @@ class GroupedGemm(TileKernel):
             w: weights of all experts, see the class.
             outputs: the tensors that the epilogue stores.
             groups: address, encoding, count and tickets of schedule.groups.Groups.
-            w_table: the address of experts' offsets, as in `weight_view`; 0: w is packed.
+            w_table: the address of int64 [E], the offset of each expert's weights (memory.weights.ExpertAddress); 0: w
+                is packed.
             rows: the address of int32 [T], the index of the row of x for each row of the result; 0: rows of x lie in
                 order.
             inputs: the epilogue's inputs.

@@ -103,7 +103,8 @@ class NarrowLines(NamedTuple):
     """Global-memory addresses from which a thread copies weights and loads scales.
 
     Attributes:
-        parts, distances: the addresses of the weight rows that the thread copies, as in `operands.Lines`.
+        parts: a base address for each part of the weight rows that the thread copies (`operands.Lines`).
+        distances: for each of these rows its distance from the base address of its part, in units of 16 bytes.
         scales: the address of the scales that the thread loads, which belong to one weight row.
         blocks: number of scales of a weight row.
     """

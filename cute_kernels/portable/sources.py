@@ -54,7 +54,10 @@ class Weights(NamedTuple):
 
 
 def rows_of(x: cute.Tensor, indices: Int64) -> Rows:
-    """Host side: describe a 16-bit matrix x [rows, columns] as `Rows`. indices: as in `Rows`."""
+    """Host side: describe a 16-bit matrix x [rows, columns] as `Rows`.
+
+    indices: the address of int32 [T], the index of each row to read; 0: rows lie in order.
+    """
     unit = CHUNK_BYTES * 8 // x.element_type.width
     return Rows(x.iterator.toint(), Int32(x.stride[0] // unit), Int32(x.shape[0]), indices, Int32(x.shape[1]))
 

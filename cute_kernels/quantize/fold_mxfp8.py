@@ -83,10 +83,11 @@ def shift_of(exponent: Int32, target: Int32) -> Int32:
 
 
 def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
-    """Round four float32 numbers to E4M3, multiply them by `factor` (two equal float16 numbers, see `shift_of`), and
-    round to E4M3 again. Return the four bytes.
+    """Round four float32 numbers to E4M3, multiply them by `factor`, and round to E4M3 again. Return the four bytes.
 
     The product is exact, except where it becomes 0. Rounding is to nearest even, saturating; NaN becomes E4M3's NaN.
+
+    factor: the power of two that rescales a block to its row's scale, as two equal float16 numbers (`shift_of`).
     """
     ptx = """{
     .reg .b16 low, high; .reg .b32 first, second;
@@ -429,4 +430,5 @@ class Fold:
 
 
 def trace(spec: FoldMxfp8Spec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Fold(spec))

@@ -82,6 +82,9 @@ class QuantizeFp8Block(QuantizeMxfp8):
 
 
 class Quantize:
+    """Host function that launches `QuantizeFp8Block`. `signatures._quantize8_block` describes its arguments: x, then
+    addresses and numbers."""
+
     def __init__(self, spec: QuantizeFp8BlockSpec):
         self.quantize = QuantizeFp8Block(spec.name, DTYPES[spec.dtype])
 
@@ -95,4 +98,5 @@ class Quantize:
 
 
 def trace(spec: QuantizeFp8BlockSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Quantize(spec))

@@ -3,10 +3,10 @@
 A group's first block begins at the group's first row, wherever the group begins; its last block may be shorter. So an
 expert's numbers depend only on its own rows.
 
-Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0 after a group's last row. Memory has more places for
-bands than there are bands. A CTA handles one place and 128 columns. It quantises the band at this place as the
-quantiser by columns does (quantize_mxfp8.py), or ends at once if no group has a band there. Rows of x may be read by
-index.
+Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0 after a group's last row. A place is the room that
+memory has for one band's scales of 128 columns; there are more places than bands. A CTA handles one place. It quantises
+the band at this place as the quantiser by columns does (quantize_mxfp8.py), or ends at once if no group has a band
+there. Rows of x may be read by index.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class QuantizeGroups(QuantizeMxfp8):
         """Load the thread's vector of each of its rows of x, [vector, rows_per_thread]. All loads are issued at once.
 
         Args:
-            rows: see `launch_groups`.
+            rows: the address of int32 [T], the index of the row of x for each row of the result; 0: rows lie in order.
             end: the row after the group's last row. Rows from `end` on are zeros (the group's last row is read for
                 them, and then replaced).
             origin: where the thread's elements begin in the result.
@@ -162,6 +162,9 @@ class QuantizeGroups(QuantizeMxfp8):
 
 
 class Quantize:
+    """Host function that launches `QuantizeGroups`. `signatures._quantize_groups` describes its arguments: tensors,
+    then addresses and numbers."""
+
     def __init__(self, spec: QuantizeMxfp8Spec):
         self.quantize = QuantizeGroups(spec.name, DTYPES[spec.dtype])
 
@@ -176,4 +179,5 @@ class Quantize:
 
 
 def trace(spec: QuantizeMxfp8Spec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Quantize(spec))

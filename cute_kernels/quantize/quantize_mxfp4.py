@@ -177,6 +177,7 @@ class QuantizeMxfp4(Invariant):
 
 
 def _ptx(op: str, kind: type, *arguments: cutlass.Numeric) -> cutlass.Numeric:
+    """Return the result, of type `kind`, of one PTX instruction `op` with these arguments."""
     operands = ", ".join(f"{{$r{i}}}" for i in range(len(arguments)))
     return kind(
         cute.arch.inline_ptx(f"{op} {{$w0}}, {operands};", write_only_types=[kind], read_only_args=[*arguments])
@@ -184,11 +185,13 @@ def _ptx(op: str, kind: type, *arguments: cutlass.Numeric) -> cutlass.Numeric:
 
 
 def _at_most_6(pair: Int32) -> Int32:
+    """Return two float16 magnitudes in a word, each clamped to 6 times 2^-14 (GREATEST), which a NaN also becomes."""
     ptx = f"{{ .reg .b32 most; mov.b32 most, {GREATEST}; min.f16x2 {{$w0}}, {{$r0}}, most; }}"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair]))
 
 
 def _permuted(low: Int32, high: Int32, chosen: int) -> Int32:
+    """Return four bytes of two words. chosen: a selector of the instruction prmt."""
     return Int32(cute.arch.prmt(low, high, Int32(chosen)))
 
 
@@ -199,4 +202,5 @@ def _upper_bytes(words: list[Int32]) -> Int32:
 
 
 def trace(spec: QuantizeMxfp4Spec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, QuantizeMxfp4(spec))

@@ -79,10 +79,12 @@ class RowVectors(NamedTuple):
 
 
 def _parts(vectors: Int32) -> Int32:
+    """Return the number of parts of a row. A part is the UNROLL vectors of each lane that a warp sends at once."""
     return cute.ceil_div(vectors, UNROLL * WARP)
 
 
 def _part(number: Int32, vectors: Int32) -> RowVectors:
+    """Return this lane's vectors of part number `number` of a row of `vectors` vectors."""
     return RowVectors(number * (UNROLL * WARP) + cute.arch.lane_idx(), vectors)
 
 
@@ -110,6 +112,7 @@ def _load(address: Int64, part: RowVectors, words: cutlass.Constexpr[int]) -> cu
 
 @cute.jit
 def _store(address: Int64, part: RowVectors, raw: cute.Tensor, words: cutlass.Constexpr[int]):
+    """Store the registers `raw` [words, UNROLL] to a lane's vectors (`part`) of the row at an address."""
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
             _raw(address, Int64(part.vector(i)), words).store(raw[None, i].load())
@@ -159,7 +162,7 @@ class SentTokens(NamedTuple):
         x: the address of the tokens' rows.
         scales: the address of the rows' scales, if the rows are in MXFP8.
         words: size of a row's scales in 32-bit words; 0: there are no scales.
-        status: the format of the rows, an index of STATUSES.
+        status: the format of the rows, 16 bits or MXFP8: an index of windows.STATUSES.
     """
 
     x: Int64
@@ -278,8 +281,9 @@ class SendTokens(_Send):
     def _send_rows(self, operation: Operation, tokens: SentTokens, table: Table, sizes: Sizes):
         """Send the rows of tokens, then their scales.
 
-        Warps take parts (pieces of rows or of scales, `_Send`) in turn. After the last part of the rows, the next warp
-        takes the first part of the scales. So with few tokens, no warp has two parts.
+        Warps take parts (pieces of rows or of scales, `_Send`) one after the other: with W warps in the grid, warp i
+        takes parts i, i + W, ... After the last part of the rows, the next warp takes the first part of the scales. So
+        with few tokens, no warp has two parts.
         """
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
@@ -372,9 +376,14 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Addresses of the tables (see `Table`) of this rank's own tokens, which say where the tokens' sums arrive.
+    """Addresses of the tables of this rank's own tokens, which say where the tokens' sums arrive (`Table`).
 
     After a failure, all entries of the tables point to the NaN at the end of their regions.
+
+    Attributes:
+        sum_rows: int32 [N, world], the row of the region `sums` that each rank fills for a token; -1: none.
+        weight_places: int32 [N, k], the index of a choice's gradient in the region `weight_gradients`; -1: none.
+        tokens: N.
     """
 
     sum_rows: Int64
@@ -513,4 +522,5 @@ KERNELS = {"send_tokens": SendTokens, "send_sums": SendSums}
 
 
 def trace(spec: LayerSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec))

@@ -65,6 +65,7 @@ class Link(NamedTuple):
 
 
 def word_at(address: Int64) -> cute.Pointer:
+    """Return a pointer to the 64-bit word at an address."""
     return vector_at(Int64, address).iterator
 
 
@@ -84,7 +85,7 @@ class Operation(Invariant):
 
     Attributes:
         link: the connection to the other ranks.
-        phase: an index of PHASES.
+        phase: the kind of this operation, an index of windows.PHASES (dispatch, combine).
         word: the kind of word that this operation's ranks wait for, an index of WORDS.
         epoch: this operation's number.
         has_credit: True if this operation alternates with the last one: a combine after its dispatch, or a dispatch

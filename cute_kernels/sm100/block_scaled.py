@@ -132,7 +132,7 @@ def put(words: cute.Tensor, atom: Int32, i: int) -> None:
     """Write the lane's four words of the i-th k-tile to an atom (the scales of 128 rows in a k-tile) in shared memory.
 
     Args:
-        words: the result of `ScaleLines.take`.
+        words: for each of the lane's four rows of the atom, AT_ONCE words of scales, one for each k-tile.
         atom: the atom's address.
         i: index of the k-tile in `words`.
     """
@@ -209,7 +209,8 @@ class BlockScaled(TensorCoreMainloop):
         """Copy a stage's scales to tensor memory, where MMAs read them.
 
         Args:
-            operands: the result of `operands_of`.
+            operands: A, B and their scales (`operands_of`).
+            stage: the stage's index.
             depth: not used: all of the k-tile's scales are copied.
         """
         for copy, source, target, _ in operands[2:]:

@@ -125,7 +125,8 @@ class TensorCoreMainloop(Mainloop):
 
         Args:
             acc: the accumulator in tensor memory.
-            operands: the result of `operands_of`.
+            operands: descriptors of A and of B, and of their scales if they have any (`operands_of`).
+            work: the output tile.
             num_k_tiles: number of k-tiles; with 0, acc is not written.
             stages, state: the pipeline of the stages, and the warp's state in it.
         """
@@ -168,13 +169,16 @@ class TensorCoreMainloop(Mainloop):
         """Prepare a stage (a k-tile in shared memory) for its MMAs: here do nothing. Called by the MMA warp.
 
         Args:
-            operands: the result of `operands_of`.
+            operands: descriptors of A and of B, and of their scales if they have any (`operands_of`).
             stage: the stage's index.
-            depth: the result of `depth_of`.
+            depth: how many elements of the k-tile must be multiplied (`depth_of`).
         """
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
-        """Return the operands A and B of MMA number `step` of a stage. operands: the result of `operands_of`."""
+        """Return the operands A and B of MMA number `step` of a stage.
+
+        operands: descriptors of A and of B for all steps and stages (`operands_of`).
+        """
         a, b, *_ = operands
         at = (None, None, step, stage)
         return a[at], b[at]

@@ -188,7 +188,7 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, read: tuple, stages: Any, ring: WorkRing,
         memory: TensorMemory,
     ):  # fmt: skip
-        """Run the MMA warp: multiply tile by tile, into the two accumulators in turn.
+        """Run the MMA warp: multiply tile by tile, into the two accumulators alternately.
 
         Args:
             read: the operands of MMAs, from `mainloop.operands_of`.

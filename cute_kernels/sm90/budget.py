@@ -166,6 +166,7 @@ class Budget(NamedTuple):
 
 
 def _budget(tile: TileConfig, staging_bytes: int) -> Budget:
+    """Return the budget of a GEMM of 16-bit operands. staging_bytes: bytes of the epilogue's staging slots."""
     element_bytes = 2
     return Budget(
         tile=tile,
@@ -178,10 +179,14 @@ def _budget(tile: TileConfig, staging_bytes: int) -> Budget:
 
 
 def _of_rows(tile: TileConfig) -> Budget:
+    """Return the budget of a GEMM whose epilogue stages rows of the result: SLOTS slots of 64 rows by `chunk_columns`
+    16-bit columns for each warpgroup."""
     return _budget(tile, tile.warpgroups * SLOTS * ROWS * tile.chunk_columns * 2)
 
 
 def _of_weights(tile: TileConfig) -> Budget:
+    """Return the budget of a GEMM whose epilogue stages SLOTS slots of SLOT_BYTES for each warpgroup, such as a weight
+    gradient."""
     return _budget(tile, tile.warpgroups * SLOTS * SLOT_BYTES)
 
 

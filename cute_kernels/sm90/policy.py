@@ -109,10 +109,12 @@ def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
 
 
 def rows_decide(problem: PolicyProblem) -> bool:
+    """Return True if the choice of a problem's tile depends on its number of rows."""
     return problem.op != "grouped_wgrad" and len(tiles(problem)) > 1
 
 
 def fixed_tile(problem: PolicyProblem) -> TileConfig | None:
+    """Return the tile that a fixed rule chooses. None: 16-bit operands with several tiles, whose times are compared."""
     if not rows_decide(problem):
         return _by_padding(problem) if problem.op == "grouped_wgrad" else tiles(problem)[0]
     if problem.operands == "16bit":
@@ -121,6 +123,8 @@ def fixed_tile(problem: PolicyProblem) -> TileConfig | None:
 
 
 def _by_rows(problem: PolicyProblem) -> TileConfig:
+    """Return the tile for a problem's average number of rows an expert (MOST_ROWS). In place of TINY_W8, return the
+    first tile of FEW_SLABS that ships and whose limit of slabs is not exceeded, if there is one."""
     limits = MOST_ROWS[problem.operands].items()
     chosen = next(tile for tile, most in limits if problem.rows <= most * problem.experts)
     if chosen is not TINY_W8:
@@ -154,6 +158,7 @@ def _by_padding(problem: PolicyProblem) -> TileConfig:
 
 
 def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
+    """Return the reasons why `fixed_tile` chooses `tile`."""
     if problem.op == "grouped_wgrad":
         return _padding_in_words(problem, tile)
     if not rows_decide(problem):
@@ -162,6 +167,7 @@ def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
 
 
 def _padding_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
+    """Return the reasons for the tile of a weight gradient, which depends on the padding of the weights alone."""
     (other,) = (each for each in WGRAD_TILES if each is not tile)
     shapes = " and ".join(f"{n} x {k}" for n, k in problem.weights)
     rows = " by rows that come by index" if problem.gathers else ""
@@ -171,6 +177,7 @@ def _padding_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
 
 
 def _rows_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
+    """Return the reasons for a tile that the number of rows or of slabs chooses (`_by_rows`)."""
     limits = MOST_ROWS[problem.operands]
     spans = _spans(limits)
     others = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
@@ -199,15 +206,18 @@ def _span(above: float, most: float) -> str:
 
 
 def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
+    """Return sentences about other calls that would be faster: FASTER for a 16-bit grouped_mlp, otherwise none."""
     return (FASTER,) if problem.op == "grouped_mlp" and problem.operands == "16bit" else ()
 
 
 def even_us(gemm: Gemm, tile: TileConfig) -> float:
+    """Return the modelled microseconds of a GEMM on a tile if all experts have the same number of rows."""
     return cost.routed_us(gemm, tile, cost.EVEN)
 
 
 @functools.cache
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
+    """Return every cooperative or pingpong tile for operands whose elements have `bits` bits."""
     tiles = []
     schedules = "cooperative", "pingpong"
     for m, n, cluster, schedule, adaptive in itertools.product(TILE_M, TILE_N, CLUSTERS, schedules, (False, True)):

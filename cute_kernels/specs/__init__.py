@@ -113,6 +113,8 @@ def to_dict(spec: Spec) -> dict[str, Any]:
 
 
 def _build(cls: type, fields: dict[str, Any]) -> Any:
+    """Return an object of class `cls` with the given fields, nested specs included. Raises SpecError for an unknown
+    field."""
     known = {f.name for f in dataclasses.fields(cls)}
     unknown = set(fields) - known
     if unknown:

@@ -27,6 +27,10 @@ def check_served(operands: str, arch: str) -> None:
 
 
 def check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool = False) -> None:
+    """Raise SpecError if no GEMM of an architecture multiplies these operands on this tile.
+
+    transpose_w: True: the weights are transposed; kernels that decode weights then have other tiles.
+    """
     require("arch", arch, ARCHS)
     require("operands", operands, OPERANDS)
     check_served(operands, arch)
@@ -57,6 +61,7 @@ def check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool
 
 
 def check_decoded(operands: str, dtype: str) -> None:
+    """Raise SpecError if these operands decode weights to 16 bits and the dtype is not bfloat16."""
     if OPERANDS[operands].decodes and dtype != "bfloat16":
         raise SpecError(
             f"dtype={dtype!r}: operands={operands!r} decodes weights with scales, whose range bfloat16 alone has; "
@@ -90,6 +95,7 @@ def check_wgrad(operands: str, tile: TileConfig, arch: str) -> None:
 
 
 def check_transposed(transpose_w: bool, operands: str) -> None:
+    """Raise SpecError if transposed weights are asked for that do not have 16 bits."""
     if transpose_w and OPERANDS[operands].w.element:
         raise SpecError(
             "transpose_w needs 16-bit weights, since FP8 wgmma reads weights along the contraction; choose "
@@ -105,6 +111,7 @@ def check_adapted(spec: Any) -> None:
 
 
 def check_activation(activation: str, glu_layout: str) -> None:
+    """Raise SpecError unless activation and glu_layout are known; an activation without a gate has layout "concat"."""
     require("activation", activation, ACTIVATION_FORMS)
     require("glu_layout", glu_layout, LAYOUT_FORMS)
     if not is_gated(activation) and glu_layout != "concat":

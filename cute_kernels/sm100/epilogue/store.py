@@ -36,7 +36,7 @@ def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot
     Args:
         atom: the TMA copy.
         slots: all slots.
-        boxes: the result of `boxes_at`.
+        boxes: the boxes in global memory, a tensor (16 rows, columns, box) (`boxes_at`).
         slot: the slot's index.
     """
     copies = []

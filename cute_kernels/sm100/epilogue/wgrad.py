@@ -38,12 +38,16 @@ class WgradEpilogue(wgrad.WgradEpilogue):
     loads_type = SlotLoads
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
-        """Return the first row of dw in the warpgroup's share; here the unit is rows, not slabs."""
+        """Return the first row of dw that the warpgroup computes; here the unit is rows, not slabs."""
         return work.m_tile * self.tile.m
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
         """Return the boxes of 16 rows of a slab (64 rows) of dw, in `cols` columns from column * `cols` on.
 
-        first_row: the first row of slab 0.
+        Args:
+            dw: an expert's dw [N, K].
+            first_row: the first row of the warpgroup's slab 0.
+            slab: index of the slab among the warpgroup's slabs.
+            column: index of the chunk (the columns that one slot holds) along dw's columns.
         """
         return boxes_at(dw, first_row + slab * SLAB_LANES, column * self.cols, self.cols)

@@ -13,7 +13,8 @@ from ..grouped_wgrad import GroupedMxfp8Wgrad
 
 
 class Wgrad:
-    """The launch of a grouped_wgrad in MXFP8. `signatures._scaled_wgrad` describes its arguments."""
+    """Host function that launches a grouped_wgrad in MXFP8. `signatures._scaled_wgrad` describes its arguments:
+    tensors, then addresses (0: not given) and numbers."""
 
     def __init__(self, spec: WgradSpec):
         self.wgrad = GroupedMxfp8Wgrad(spec)

@@ -15,6 +15,8 @@ from .quantizing import QuantizingEpilogue, QuantizingState
 
 
 class BlockQuantizingEpilogue(QuantizingEpilogue):
+    """Epilogue that stores the activation act in E4M3 with a float32 scale for each 128 elements of a row."""
+
     def _scale_of(self, amax: Float32) -> Float32:
         return scale_of(amax)
 

@@ -58,6 +58,8 @@ class WgradStores(NamedTuple):
 
 
 class WgradState(Invariant):
+    """State of a warpgroup's epilogue of a weight gradient: its inputs, its slots, and the loads into these slots."""
+
     def __init__(
         self, inputs: WgradInputs, slots: Slots, barriers: SlotBarriers, loads_type: type[SlotLoads]
     ):  # fmt: skip

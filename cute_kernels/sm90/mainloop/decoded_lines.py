@@ -42,6 +42,8 @@ copied ahead or decoded."""
 
 
 class HopperLines(DecodedLines):
+    """Decoder of k-tiles by Hopper's instructions."""
+
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
         element = self.decoder.element
         if element.read_exponent == 0:

@@ -18,6 +18,9 @@ from ..grouped_gemm import GroupedFp8Gemm, GroupedGemm
 
 
 class Dglu:
+    """Host function that launches a grouped_dglu in MXFP8. `signatures._dglu` describes its arguments: tensors, then
+    addresses (0: not given) and numbers."""
+
     def __init__(self, spec: DgluSpec, gemm: GroupedGemm):
         self.tile = spec.tile
         self.gemm = gemm
@@ -39,4 +42,5 @@ class Dglu:
 
 
 def trace(spec: DgluSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Dglu(spec, GroupedFp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))

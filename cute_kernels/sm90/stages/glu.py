@@ -7,4 +7,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return glu.trace(spec, GroupedGemm)

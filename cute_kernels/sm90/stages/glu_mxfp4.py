@@ -15,6 +15,9 @@ from ..epilogue.swapped_quantizing import SwappedQuantizingEpilogue
 
 
 class Glu:
+    """Host function that launches a grouped_glu of MXFP8 rows and MXFP4 weights. `signatures._glu` describes its
+    arguments: tensors, then addresses (0: not given) and numbers."""
+
     def __init__(self, gemm: GroupedDecodedFp8Gemm):
         self.gemm = gemm
 
@@ -36,6 +39,7 @@ class Glu:
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     dtype = DTYPES[spec.dtype]
     if spec.tile.swapped:
         return traced(spec, Glu(GroupedSwappedFp8Gemm(spec, SwappedQuantizingEpilogue(dtype, spec))))

@@ -17,6 +17,9 @@ from ..grouped_gemm import GroupedFp8Gemm, GroupedGemm
 
 
 class Glu:
+    """Host function that launches a grouped_glu in MXFP8 that stores only the activation. `signatures._glu` describes
+    its arguments: tensors, then addresses (0: not given) and numbers."""
+
     def __init__(self, gemm: GroupedGemm):
         self.gemm = gemm
 
@@ -35,6 +38,8 @@ class Glu:
 
 
 class GluPreact(Glu):
+    """Host function that launches a grouped_glu in MXFP8 that also stores the preactivation."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, rows: Int64, groups: Int64,
@@ -50,5 +55,6 @@ class GluPreact(Glu):
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     gemm = GroupedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
     return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

@@ -18,6 +18,9 @@ from ..epilogue.swapped import SwappedLinearEpilogue
 
 
 class Mm:
+    """Host function that launches a grouped_mm of MXFP8 rows and MXFP4 weights. `signatures._mm` describes its
+    arguments: tensors, then addresses (0: not given) and numbers."""
+
     def __init__(self, gemm: GroupedDecodedFp8Gemm):
         self.gemm = gemm
 
@@ -36,6 +39,7 @@ class Mm:
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
     if spec.tile.swapped:
         return traced(spec, Mm(GroupedSwappedFp8Gemm(spec, SwappedLinearEpilogue(dtype, spec.tile, weights=weights))))

@@ -18,6 +18,9 @@ from ..grouped_gemm import GroupedFp8Gemm, GroupedGemm
 
 
 class Mm:
+    """Host function that launches a grouped_mm in MXFP8. `signatures._mm` describes its arguments: tensors, then
+    addresses (0: not given) and numbers."""
+
     def __init__(self, gemm: GroupedGemm):
         self.gemm = gemm
 
@@ -34,5 +37,6 @@ class Mm:
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
+    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
     return traced(spec, Mm(GroupedFp8Gemm(spec, epilogue)))
