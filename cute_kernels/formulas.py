@@ -22,14 +22,14 @@ INV_SQRT_2_PI = 0.3989422804014327
 
 
 class Number(NamedTuple):
-    """A constant of a formula, such as the limit of clamped_swiglu. Operators and modules take it as an argument of its
-    name, at run time.
+    """A constant of a formula, such as the limit of clamped_swiglu. Operators and modules take the constant at run
+    time, as a keyword argument of the same name.
 
     Attributes:
         default: the value if none is given.
         is_valid: returns True if a formula can compute with a value.
         remedy: the end of the error message for an invalid value: why it is invalid, and what to give instead.
-        none: the value for which a caller's None stands; None: None is not accepted.
+        none: the value that is used if a caller passes None; if `none` itself is None, callers may not pass None.
     """
 
     default: float

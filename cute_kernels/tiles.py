@@ -101,7 +101,7 @@ class TileConfig:
         k: depth of a tile, the elements of one 128-byte swizzle row of an operand.
         cluster_m, cluster_n: CTAs of a cluster, which share weight tiles (cluster_m) or row tiles (cluster_n) by
             multicast.
-        schedule: a key of SCHEDULES, see below.
+        schedule: a key of SCHEDULES: how the CTA's warps share its tiles.
         adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles. At a group's odd
             row tile they share the row tile and take neighbouring weight tiles, so that neither is idle.
 

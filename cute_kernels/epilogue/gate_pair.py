@@ -38,14 +38,15 @@ def store_gate_pair(
     slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: Any,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store a chunk's columns of a (the activated half) and of u (the linear half), in the order of the gate layout. a
-    and u each fill one slot, so the pair fills two.
+    """Store a chunk's columns of a (the activated half) and of u (the linear half), in the order of the gate layout. A
+    chunk is the columns of a slab (64 rows) that are stored at once. a and u each fill one slot, so the pair fills two.
 
     Args:
         served: the layouts for which the kernel is compiled, a key of specs.LAYOUT_FORMS.
         layout: the number of the call's layout; read only if `served` has several.
         a, u: the thread's accumulators.
-        target: the store of the preactivation; its tensor has a dimension for the half if the layout may be "concat".
+        target: the object that stands for the preactivation in memory (a store, slots.py). Its tensor has a dimension
+            for the half if the layout may be "concat".
         row: the chunk's first row.
         column: the chunk's first column within a half.
         first_slot: the index of the first of the two slots (staging buffers in shared memory).

@@ -137,7 +137,7 @@ class PreactPair(Invariant):
         visible to it.
 
         Args:
-            target: the store of dpreact.
+            target: the object that stands for dpreact in memory (a store, slots.py).
             number: the chunk's number in the CTA.
             row, column: the chunk's first output.
         """

@@ -102,7 +102,8 @@ class Slots(Invariant):
         """Start to store a slot to global memory. Call `publish` first, so that the storing warp sees the slot's data.
 
         Args:
-            atom, tile: the atom of the store, and the result of its method `tile` (see the top of this file).
+            atom: the TMA copy of the store; None without TMA.
+            tile: the place in the output tensor, which the store's method `tile` returned.
             slot: the slot's index.
         """
         raise NotImplementedError

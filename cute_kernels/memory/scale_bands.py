@@ -61,5 +61,6 @@ def first_place(begin: Int32, group: Int32) -> Int32:
 
 
 def num_places(rows: Int32, groups: Int32) -> Int32:
-    """Return the number of places for bands that `groups` groups with `rows` rows in all need at most."""
+    """Return how many places (each has room for the scales of one band) suffice for `groups` groups with `rows` rows
+    in all, for each 128 columns."""
     return rows // BAND_ROWS + groups

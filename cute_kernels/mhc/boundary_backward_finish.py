@@ -126,7 +126,8 @@ class BoundaryBackwardFinish(Invariant):
     def _weight(
         self, weights: Int64, finished: Finished, cut: Cut, slice_: Int32, index: Int32, width: Int32
     ):  # fmt: skip
-        """Store one fragment of a slice of the weight's gradient: the sum over all parts of the tokens.
+        """Store one fragment of the weight's gradient (8 outputs of one stream, at the columns of a slice): the sum
+        over all parts of the tokens.
 
         Args:
             weights: the address of the main kernel's partial sums (`BackwardWorkspace.weights`).

@@ -120,15 +120,16 @@ class BoundarySums(Invariant):
         """Return the dot products over a slice's columns for two tokens of a tile, `first` and `first` + 1, as two MMA
         results [16 rows, 8 columns].
 
-        Row r below is of token `first` + r / n and stream r % n, for r < 8 = 2 n.
+        With n = 4 streams, numbers i = 0 .. 7 stand for stream i % 4 of token `first` + i / 4. An element of a result
+        is the dot product of its row and its column:
 
-            result   rows 0 .. 7            rows 8 .. 15               column c
-            first    stream                 y of row r - 8's token     d' of token `first` + c / n, stream c % n
-            second   updated stream         rows 0 .. 7 again          d_mix of token `first` + c % 2
+                      row i < 8            row i + 8               column i
+            first     stream i             y of stream i's token   d' of stream i
+            second    updated stream i     as row i                d_mix of token `first` + i % 2
 
         d' is the gradient of the updated streams, d_mix the gradient of the mix. A lane has 4 elements of each result:
-        columns 2 (lane % 4) and the next, of row lane / 4, then of row lane / 4 + 8. Elements that combine different
-        tokens are not used.
+        columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4, then of row lane / 4 + 8. Elements that combine
+        different tokens are not used.
 
         Args:
             stage: the tile's arrays in shared memory: streams, d', y and d_mix.
@@ -223,9 +224,13 @@ class BoundarySums(Invariant):
 def fragment(sums: Int64, warps: int, number: Int32) -> cute.Tensor:
     """Return a view of this thread's FRAGMENT elements of fragment `number` in the workspace.
 
+    A fragment is a CTA's sums for the gradient of the projection's weight at 8 outputs of one stream, over the CTA's
+    columns: FRAGMENT registers of each thread, as an MMA leaves them.
+
     Args:
-        sums: the address of the CTAs' sums for the weight's gradient.
+        sums: the address of all CTAs' fragments.
         warps: number of warps of a CTA.
+        number: the CTA's index times (fragments of a CTA), plus the fragment's index in the CTA.
     """
     thread, _, _ = cute.arch.thread_idx()
     return run_at(Float32, sums, (Int64(number) * (warps * LANES) + thread) * FRAGMENT, FRAGMENT)

@@ -44,7 +44,7 @@ class BoundaryTile(SliceTile):
     def record(self, stage: cute.Pointer, row: Int32) -> list:
         """Return a token's record as lists of 4 float32 numbers.
 
-        The lists are: n lists of comb, one for each stream that is made; post; pre; and r, factor, f
+        The lists are: for each updated stream j, its coefficients comb_ij, i = 0 .. n - 1; post; pre; and r, factor, f
         (`boundary_tokens.py`) and a zero.
 
         row: the token's number in the tile.

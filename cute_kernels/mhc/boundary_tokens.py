@@ -259,7 +259,8 @@ class BoundaryTokens(Invariant):
 
     @cute.jit
     def _leave_record(self, given: TokenInputs, blocks: Int64, token: Int32, at: Int64, last: tuple):
-        """Store the token's record: comb ordered by the stream that is made, post, pre, then `last` and a zero.
+        """Store the token's record: comb transposed (for each updated stream j, its n coefficients comb_ij), post, pre,
+        then `last` and a zero.
 
         If the streams were not updated, comb is the identity and post is 0.
 

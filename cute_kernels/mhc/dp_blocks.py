@@ -46,6 +46,6 @@ def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, tra
 
 
 def place_in_blocks(token: Int32, output: Int32) -> Int32:
-    """Return the index of an element within one part of dp: the element of a token (0 .. 15) and an output (0 .. K -
-    1)."""
+    """Return the index of dp's element for a token (0 .. 15) and an output (0 .. K - 1), within one part of dp (the
+    nearest numbers or the rests)."""
     return (output // 8 * 2 + token // 8) * 64 + token % 8 * 8 + output % 8

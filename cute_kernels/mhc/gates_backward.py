@@ -105,7 +105,7 @@ class GatesBackward(Invariant):
 
         Args:
             inputs: gradients of the coefficients, and forward's stats.
-            places: the addresses of products, pairs, norms and sums.
+            places: the addresses to which results are written: products, pairs, norms and sums (see the class).
             parts: for 16-bit streams, how many numbers represent an element of dp: 1, or 2 (the nearest number and the
                 rest, `split.py`).
             columns: number of columns of x: n streams times their columns.

@@ -269,6 +269,8 @@ class ExactProducts(Invariant):
             stage: x of the unit at this step, in shared memory.
             weights: the weight at this step, split, in shared memory.
             mine: the warp's work.
+            step: the number of the step, which is some columns of the slice (`Slice.steps`).
+            unit: the number of the unit among the warp's units.
         """
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:
@@ -334,8 +336,8 @@ class ExactProducts(Invariant):
                     sums[2 * half + i] = sums[2 * half + i] + few[2 * half + i]
 
     def _left(self, rows: list) -> list:
-        """Return x's MMA operands, each as the words of two rows. The first operand has the numbers; for float32 a
-        second operand has their rests (`split`)."""
+        """Return x's MMA operands, each as the words of two rows. 16-bit x: one operand, the numbers themselves.
+        float32 x: two operands, the nearest TF32 numbers and their rests (`split`)."""
         if self.dtype is Float32:
             parts = [split(cute.recast_tensor(words, Float32), Float32) for words in rows]
             return [[part[i] for part in parts] for i in range(2)]

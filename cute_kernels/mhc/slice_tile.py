@@ -77,10 +77,12 @@ class SliceTile(Invariant):
         self.stage_words = arrays * self.array_words + extra_words
 
     def word(self, row: Int32, vector: Int32, stream: Int32 | int = 0) -> Int32:
-        """Return the offset, in words, of a vector (16 bytes) from the start of its array. row: the vector's row
-        (token) in the tile.
+        """Return the offset, in words, of a vector (16 bytes) from the start of its array.
 
-        stream: the stream's number, if the array holds a stream or a stream's gradient.
+        Args:
+            row: the vector's row (token) in the tile.
+            vector: the number of the vector in its row.
+            stream: the stream's number, if the array holds a stream or a stream's gradient; otherwise 0.
         """
         apart = APART[stream] if isinstance(stream, int) else stream % 2 + stream // 2 * 4
         return (row * self.vectors + (vector ^ (row % 4 * 2 + row // 4 % 2 ^ apart))) * WORDS

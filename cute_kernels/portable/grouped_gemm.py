@@ -66,7 +66,7 @@ class GroupedGemm(TileKernel):
 
         Args:
             x: [T, K], or the tensor that `rows` selects rows from.
-            w: weights of all experts, see the class.
+            w: weights of all experts, [E, N, K], or [E, K, N] if transposed.
             outputs: the tensors that the epilogue stores.
             groups: address, encoding, count and tickets of schedule.groups.Groups.
             w_table: the address of int64 [E], the offset of each expert's weights (memory.weights.ExpertAddress); 0: w

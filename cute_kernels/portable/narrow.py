@@ -90,8 +90,8 @@ def e4m3_pairs(word: Int32) -> list[Int32]:
 
 
 def nan_bytes(word: Int32) -> Int32:
-    """Return a word that tells whether one of the four E4M3 numbers in `word` is NaN: then, and only then, the sign bit
-    of some byte is set. All other bits are arbitrary.
+    """Return a word in which the sign bit of some byte is set if, and only if, one of the four E4M3 numbers in `word`
+    is NaN. All other bits are arbitrary.
 
     An E4M3 byte is NaN if all bits except the sign bit are 1. Adding 1 to a byte changes its sign bit exactly if the
     byte is NaN, and only such a byte can carry into the next byte.

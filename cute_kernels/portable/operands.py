@@ -181,8 +181,8 @@ class Contraction(NamedTuple):
     """Global-memory addresses of the lines that a thread copies for one tile, if lines lie across the contraction.
 
     Attributes:
-        blocks: for each block of 64 elements of a line, the address of the thread's chunk in line 0, and whether the
-            chunk lies inside the matrix.
+        blocks: for each block of 64 elements of a line, the address of the thread's chunk (16 bytes) in line 0, and
+            True if the chunk lies inside the matrix.
         pitch: distance of consecutive lines, in units of 16 bytes.
         first: number of the first line to contract: its place in `indices` or, without indices, in the matrix.
         indices: the address of int32 line indices, which are clamped to 0 .. count - 1; 0: lines lie in order.

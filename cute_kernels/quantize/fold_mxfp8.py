@@ -150,7 +150,8 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch the kernel. Warps for each row: a power of two, as few as can hold the row in registers, at most 8."""
+        """Launch the kernel. The number of warps for each row is a power of two: the least with which registers can
+        hold the row, but at most 8."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         held = WARP * HELD * self.vector
         warps_a_row = Int32(1)

@@ -98,8 +98,10 @@ ORDERED_W8 = TileConfig(m=32, n=128, k=128, schedule="swapped_in_order")
 
 
 def _decoding_tiles(operands: Operands) -> tuple[TileConfig, ...]:
-    """Return the tiles of 16-bit rows and quantised weights. Rows that hold MXFP8 values ("mxfp8_exact") have one order
-    of sums for any number of rows, so SPLIT_W8 does not serve them.
+    """Return the tiles of 16-bit rows of x and quantised weights.
+
+    If x holds MXFP8 values ("mxfp8_exact"), sums must have the same order for any number of rows. SPLIT_W8 has another
+    order, so it does not serve such x.
     """
     split = SPLIT_W8 if operands.x is DENSE else ()
     ordered = (ORDERED_W8,) if operands.w.bits < 8 else ()

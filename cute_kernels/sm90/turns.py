@@ -1,4 +1,5 @@
-"""Turns of two pingpong warpgroups, and the share of a tile that each warpgroup computes."""
+"""Turns of two pingpong warpgroups, which have alternate tiles; and the share of a tile (which of its slabs) that each
+warpgroup computes."""
 
 from __future__ import annotations
 

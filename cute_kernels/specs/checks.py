@@ -111,7 +111,8 @@ def check_adapted(spec: Any) -> None:
 
 
 def check_activation(activation: str, glu_layout: str) -> None:
-    """Raise SpecError unless activation and glu_layout are known; an activation without a gate has layout "concat"."""
+    """Raise SpecError if the activation or the gate layout is unknown, or if an activation without a gate has a layout
+    other than "concat"."""
     require("activation", activation, ACTIVATION_FORMS)
     require("glu_layout", glu_layout, LAYOUT_FORMS)
     if not is_gated(activation) and glu_layout != "concat":

@@ -491,8 +491,11 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
         policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages for `_load`, with the same arguments and result.
+        """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
 
-        policy: L2 policy of the weights' loads; None: the default.
+        Args:
+            sA, sB: shared memory of all stages.
+            with_rows: True: load rows of x, too; False: load weights alone.
+            policy: L2 policy of the weights' loads; None: the default.
         """
         raise NotImplementedError

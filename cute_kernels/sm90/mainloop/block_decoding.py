@@ -31,7 +31,7 @@ class BlockScales(ScalesAhead):
     Attributes:
         grid: the scales of all experts in memory.
         half: number of weight rows of a part of an expert's whole weight.
-        share: the warpgroup's share of a tile.
+        share: which slabs (64 weight rows each) of a tile the warpgroup has.
         words: (0, row), the scale of each of the thread's rows in the current k-tile, as float32 bits.
         begins: for each part, the address of the grid row that holds its scales.
         taken: scales of the current k-tile, one for each part.

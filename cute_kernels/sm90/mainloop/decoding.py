@@ -180,7 +180,7 @@ class DecodingMainloop(WeightsFirst):
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, list[cute.Tensor]]:
         """Return the shared-memory address of a thread's first share of A (2 bytes or a word) in the first stage, and
-        B of all stages as wgmma descriptors: for each of `column_counts`, its first rows of x.
+        B of all stages as wgmma descriptors: for each number in `column_counts`, that many first rows of x.
         """
         thread = thread_of_warpgroup()
         lane = thread % 32
@@ -196,8 +196,9 @@ class DecodingMainloop(WeightsFirst):
 
     @property
     def column_counts(self) -> tuple[int, ...]:
-        """Numbers of rows of x for which there are MMAs: all of a tile and, where a second loop is worth it, half of
-        them, for tiles that have few. In 8 bits it is worth it from 128 rows on.
+        """Numbers of rows of x for which there is a loop of MMAs: all tile.m rows and, in some kernels, also half of
+        them, for tiles of which a group fills at most half. With 8-bit weights, only kernels with tile.m of at least
+        128 have the second loop.
         """
         is_worth = self.tile.m >= 128 or self.format.bits < 8
         return (self.tile.m, self.tile.m // 2) if is_worth else (self.tile.m,)
@@ -223,8 +224,8 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
-        If the tile has at most half of its rows, only these are multiplied; accumulators of the others are left as they
-        are. A branch may choose the loop, unlike in `base.Mainloop`, since no wgmma is in flight where a loop begins or
+        If the group fills at most half of the tile's rows of x and there is a loop for half of them (`column_counts`),
+        only this half is multiplied; the accumulators of the other rows keep their values. A branch may choose the loop, unlike in `base.Mainloop`, since no wgmma is in flight where a loop begins or
         ends.
         """
         first, rows_of_x = fragments
@@ -250,7 +251,7 @@ class DecodingMainloop(WeightsFirst):
         self, acc: cute.Tensor, first: Int32, tCrB: cute.Tensor, columns: cutlass.Constexpr[int], scales: WeightScales,
         tile: MmaTile, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Do `mma`'s work with the first `columns` rows of x.
+        """Multiply all k-tiles of a tile by its first `columns` rows of x, into `acc`. Returns the advanced state.
 
         While the wgmmas of a step (32 elements of k) run, the next step is decoded, even if it belongs to the next
         k-tile. At the end of the loop body no wgmma may be in flight, or the compiler would run all of them one by one.

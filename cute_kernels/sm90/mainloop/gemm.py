@@ -199,9 +199,9 @@ class GemmMainloop(WeightsFirst):
             ahead: number of stages that already have their weights.
             with_rows: True: load rows of x, too; False: load weights alone.
             policy: L2 policy of the weights' loads; None: the default.
-            arrives: None: if rows come by index and `load_warp_gathers`, this warp gathers rows, too. A boolean: `rows`
-                lie in order. True: this warp's lanes nevertheless arrive at each stage, since the stage's barrier
-                counts them as gathering lanes.
+            arrives: None: the usual case: if rows come by index and `load_warp_gathers`, this warp gathers rows, too.
+                True or False: nothing is gathered, although the launch may have rows by index. With True, this warp's
+                lanes arrive at each stage, since the stage's barrier counts them as gathering lanes.
         """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))

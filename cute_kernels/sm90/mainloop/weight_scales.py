@@ -33,7 +33,7 @@ class ScaleGrid(NamedTuple):
         blocks: number of scales of a weight row.
         k_tiles: the k-tiles of a weight row that the warpgroup multiplies.
         words: words of scales, four bytes each, that a row has in a k-tile.
-        share: the warpgroup's share of a tile.
+        share: which slabs (64 weight rows each) of a tile the warpgroup has.
         gate: order of a gated layer's weight rows.
     """
 
