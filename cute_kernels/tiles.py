@@ -220,8 +220,8 @@ class TileConfig:
 
     @property
     def box_rows(self) -> int:
-        """Rows of x that one TMA load brings: a tile of 16 rows takes two loads of 8 rows, a tile of 64 four of 16, a
-        tile of 96 three of 32, a larger tile loads of 64.
+        """Rows of x that one TMA load brings (a box): 8 for a tile of 16 rows, 16 for a tile of 32 or 64 rows, 32 for a
+        tile of 96 rows, 64 for a larger tile.
 
         Any multiple of the 8 rows of a swizzle atom would work. In a tile of 64, boxes of 8 rows are as fast as boxes
         of 16 if a group has few rows, and 0.5 % slower if it has 64.

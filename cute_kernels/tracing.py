@@ -84,8 +84,9 @@ Traced = tuple[Any, tuple]
 def traced(spec: Spec, host: Any) -> Traced:
     """Return a stage's host function and the stand-ins for its arguments.
 
-    host: an object whose __call__ is the host function. Raises SpecError if its parameters' names differ from the
-    signature's.
+    host: an object whose __call__ is the host function.
+
+    Raises SpecError if the names of the host function's parameters differ from the signature's.
     """
     signature = stage_signature(spec)
     takes_stream = signature.arguments[-1].kind == STREAM

@@ -137,8 +137,13 @@ class DecodedLines(Invariant):
         self.lane = self.thread % self.lanes_a_line
 
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
-        """Return two neighbouring elements of a word as 16-bit numbers, times the value of their scale
-        (`Scales.value`)."""
+        """Return two neighbouring elements as 16-bit numbers, times their scale, in one word.
+
+        Args:
+            word: elements as the thread read them from shared memory.
+            pair: the number of the two elements in the word.
+            value: their scale, which `Scales.value` converted.
+        """
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:

@@ -108,7 +108,13 @@ class PreactPair(Invariant):
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
-        """Overwrite the elements that `read` returned for the same piece by their gradients `parts`."""
+        """Overwrite the elements that `read` returned for the same piece by their gradients.
+
+        Args:
+            number: the chunk's number in the CTA.
+            piece: the number of the piece (16 columns) in the chunk.
+            parts: the gradients of the thread's elements of a and u (of a alone without a gate), in 16 bits.
+        """
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
                 quad = cute.make_rmem_tensor(4, self.dtype)

@@ -318,9 +318,11 @@ class Boundary(Invariant):
         `streams` (registers) and in the stage.
 
         Args:
-            mine: the lane's place in an array (`SliceTile.mine`).
-            places: the lane's place in the array of each stream.
+            stage: the tile's arrays in shared memory.
+            mine: the offset, in words, of the lane's columns in an array (`SliceTile.mine`).
+            places: this offset for the array of each stream.
             comb, post: the token's coefficients.
+            streams: the lane's words [., j, half] of stream j.
             half: the token's number among the lane's two tokens.
         """
         n, tile = self.n, self.tile

@@ -177,7 +177,8 @@ class BoundaryColumns(Invariant):
 
         Args:
             stage: the tile's arrays, from which the streams are read.
-            places: the lane's place in the array of each stream.
+            made: arrays in shared memory to which the updated streams are written.
+            places: the offset, in words, of the lane's columns in the array of each stream.
             comb, post: the token's coefficients.
             y: the lane's columns of y.
         """

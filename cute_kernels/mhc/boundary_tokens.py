@@ -195,8 +195,8 @@ class BoundaryTokens(Invariant):
             blocks: the address of the blocks for the main kernel.
             width: D.
             of_mix: the sum over columns of d_x x.
-            iters, eps: Sinkhorn iterations, and what they add to each sum.
-            kept: shared memory for `Balance.backward`.
+            iters, eps: number of Sinkhorn iterations, and the number that they add to each sum.
+            kept: shared memory of the warp in which the iterations' elements are kept (`steps` of `Balance.backward`).
         """
         n, element, gate = self.n, self._element(), self._gate()
         at, is_token = Int64(cutlass.min(token, tokens - 1)), token < tokens

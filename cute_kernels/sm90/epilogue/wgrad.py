@@ -70,7 +70,7 @@ class WgradState(Invariant):
 
 class WgradEpilogue(KernelEpilogue):
     """Epilogue that converts accumulators to dw's type, `dtype`, and overwrites dw or adds to it. Results pass through
-    staging slots (64 rows of 128 bytes each in shared memory); a chunk fills one slot.
+    staging slots (64 rows of 128 bytes each in shared memory). A chunk is the part of dw that fills one slot.
 
     The stores mark dw as the first to leave L2, since the kernel does not read it again (saves up to 9 % of
     gpt-oss-120b's time under skew).

@@ -225,8 +225,8 @@ class DecodingMainloop(WeightsFirst):
         """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
 
         If the group fills at most half of the tile's rows of x and there is a loop for half of them (`column_counts`),
-        only this half is multiplied; the accumulators of the other rows keep their values. A branch may choose the loop, unlike in `base.Mainloop`, since no wgmma is in flight where a loop begins or
-        ends.
+        only this half is multiplied; the accumulators of the other rows keep their values. A branch may choose the
+        loop, unlike in `base.Mainloop`, since no wgmma is in flight where a loop begins or ends.
         """
         first, rows_of_x = fragments
         whole, half, m = rows_of_x[0], rows_of_x[-1], self.tile.m
