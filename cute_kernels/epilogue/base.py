@@ -200,7 +200,8 @@ class Epilogue(KernelEpilogue):
         return inputs
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
-        """Make the run-time state of one warpgroup's epilogue (`KernelEpilogue.make_state`)."""
+        """Make the run-time state of one warpgroup's epilogue, an argument of `begin` and `finish`.
+        `KernelEpilogue.make_state` describes the arguments."""
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:

@@ -31,7 +31,7 @@ def _of_logits(arguments: Signature) -> Kernel:
 
 
 def _of_boundaries(module: str, arguments: Signature) -> Kernel:
-    """Make the entry of KERNELS for a kernel of `boundary`, which takes 16-bit streams (BOUNDARY_COUNTS streams)."""
+    """Make the entry of KERNELS for a kernel of `boundary`: for 16-bit streams, in the numbers of BOUNDARY_COUNTS."""
     return Kernel(arguments, module, tuple(DTYPES), tuple(DTYPES), counts=BOUNDARY_COUNTS)
 
 

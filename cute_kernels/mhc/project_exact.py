@@ -373,7 +373,12 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _leave(self, problem: ExactProjection, mine: Slice, products: cute.Tensor, squares: cute.Tensor):
-        """Store the warp's sums over this CTA's slice of columns in the workspace."""
+        """Store the warp's sums over this CTA's slice of columns in the workspace.
+
+        Args:
+            mine: the warp's work.
+            products, squares: the lane's sums, of p and of x's squares (`_square`), for the tokens of all units.
+        """
         index, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.units * UNIT_TILES):

@@ -82,7 +82,11 @@ class QuantizeMxfp8(Invariant):
         """Launch one CTA for each tile. CTAs of the same rows have neighbouring indices, since they read the same pages
         of memory.
 
-        offs: the address of the group ends (`Reach`); 0: no groups.
+        Args:
+            x: [T, K].
+            outputs: addresses of the results.
+            offs: the address of int32 [num_groups], the ends of groups; 0: no groups.
+            layout: block size and order of the scales.
         """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)

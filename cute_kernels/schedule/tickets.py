@@ -77,7 +77,8 @@ class Tickets(Invariant):
             number: how many tickets the cluster drew before; it determines the slot and the phase of the barriers by
                 which the second CTA gets the ticket.
             num_tickets: number of tickets that all clusters of the kernel draw together, including the last ticket of
-                each cluster, which finds no tile. Whoever draws ticket `num_tickets` - 1 sets the counter to 0.
+                each cluster, which finds no tile. The cluster that draws ticket `num_tickets` - 1 sets the counter to
+                0.
         """
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)

@@ -156,6 +156,11 @@ def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, ro
 
     With EVEN routing the number of rounds is rounded up. With SKEWED routing it is the fraction tiles / clusters plus
     0.5, but at least 1.
+
+    Args:
+        average: rows of an expert on average.
+        pairs_rows: True if the CTAs of a cluster have different row tiles, and share weights.
+        routing: EVEN or SKEWED.
     """
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))

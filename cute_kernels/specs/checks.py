@@ -1,4 +1,5 @@
-"""Checks of a GEMM's spec: do kernels exist for its operands, tiles, transposition and activations?"""
+"""Checks of a GEMM's spec, which raise SpecError if no kernel exists for its operands, tile, transposition or
+activation."""
 
 from __future__ import annotations
 

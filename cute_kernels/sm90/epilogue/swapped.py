@@ -347,7 +347,10 @@ class SwappedActivationEpilogue(SwappedEpilogue):
 
     @cute.jit
     def _round(self, state: SwappedState, values: cute.Tensor, work: WorkTile, row: Int32, first_column: Int32):
-        """Round results, in place, to the values that quantising them from float32 to MXFP8 and back gives."""
+        """Round results, in place, to the values that quantising them from float32 to MXFP8 and back gives.
+
+        values: the thread's float32 results of one chunk.
+        """
         exponents = self._scale(state, values)
         rounded = cute.make_rmem_tensor(cute.size(values), Float8E4M3FN)
         rounded.store(values.load().to(Float8E4M3FN))

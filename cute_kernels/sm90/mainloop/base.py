@@ -448,7 +448,13 @@ class WeightsFirst(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """Start loading weights into every stage that the first tile uses. Return the number of these stages."""
+        """Start loading weights into every stage that the first tile uses. Return the number of these stages.
+
+        Args:
+            sA, sB: shared memory of all stages.
+            state: pipeline state of the tile's first stage.
+            work: the first tile.
+        """
         count = Int32(0)
         if work.expert >= 0:
             count = cutlass.min(self.num_stages(operands, work), Int32(self.stages))

@@ -1,4 +1,4 @@
-"""grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale."""
+"""Hopper's grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale."""
 
 from ...launches import dglu
 from ...specs import DgluSpec

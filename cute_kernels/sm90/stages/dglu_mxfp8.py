@@ -1,4 +1,4 @@
-"""grouped_dglu(x, w, preact) with x in MXFP8: computes dpreact, act and partial sums of d_row_scale.
+"""Hopper's grouped_dglu(x, w, preact) with x in MXFP8: computes dpreact, act and partial sums of d_row_scale.
 
 w is [E, I, H] in E4M3, the transpose of the forward's weight w2, so that its rows lie along the contraction H. Each
 weight row has one scale, into which block scales were folded (quantize/fold_mxfp8.py).

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) in 16 bits, with or without storing the preactivation."""
+"""Hopper's grouped_glu in 16 bits: act = grouped_glu(x, w), with or without the preactivation."""
 
 from ...launches import glu
 from ...specs import GroupedGluSpec

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) with 16-bit x and quantised w, which the kernel decodes."""
+"""Hopper's grouped_glu with 16-bit x and quantised w, which the kernel decodes: act = grouped_glu(x, w)."""
 
 from ...launches import glu_decoded
 from ...specs import GroupedGluSpec

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) with x, w and act in FP8 with float32 block scales.
+"""Hopper's act = grouped_glu(x, w) with x, w and act in FP8 with float32 block scales.
 
 act is in E4M3, with a float32 scale for each 128 elements of a row.
 """

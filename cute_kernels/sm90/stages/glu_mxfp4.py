@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) with x in MXFP8 and w in MXFP4, which the kernel decodes to FP8. act is in MXFP8."""
+"""Hopper's act = grouped_glu(x, w) with x and act in MXFP8, and w in MXFP4, which the kernel decodes to FP8."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute

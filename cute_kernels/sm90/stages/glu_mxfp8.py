@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) with x in MXFP8, with or without storing the preactivation. act is in MXFP8.
+"""Hopper's act = grouped_glu(x, w) with x and act in MXFP8, with or without the preactivation.
 
 w is in E4M3, with one scale for each weight row, into which block scales were folded (quantize/fold_mxfp8.py).
 """

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) in 16 bits."""
+"""Hopper's grouped_mm in 16 bits: y = grouped_mm(x, w)."""
 
 from ...launches import mm
 from ...specs import GroupedMmSpec

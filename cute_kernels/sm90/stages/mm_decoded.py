@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) with 16-bit x and quantised w, which the kernel decodes."""
+"""Hopper's grouped_mm with 16-bit x and quantised w, which the kernel decodes: y = grouped_mm(x, w)."""
 
 from ...launches import mm_decoded
 from ...specs import GroupedMmSpec

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w, transpose_w=True) with 16-bit x and quantised w, which the kernel decodes."""
+"""Hopper's y = grouped_mm(x, w, transpose_w=True) with 16-bit x and quantised w, which the kernel decodes."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...launches import mm_decoded

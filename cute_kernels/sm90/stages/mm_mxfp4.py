@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) with x in MXFP8 and w in MXFP4, which the kernel decodes to FP8.
+"""Hopper's y = grouped_mm(x, w) with x in MXFP8 and w in MXFP4, which the kernel decodes to FP8.
 
 Weights have a scale for each block (w_scale) and, in addition, a power of two for each weight row (w_global_scale).
 """

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) with x in MXFP8 and w in E4M3.
+"""Hopper's y = grouped_mm(x, w) with x in MXFP8 and w in E4M3.
 
 Scales of x are [T, K / 32]; the four scales of each 128 elements are equal. Scales of w are [E, N], one for each weight
 row, into which block scales were folded (quantize/fold_mxfp8.py).

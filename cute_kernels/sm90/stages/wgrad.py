@@ -1,4 +1,4 @@
-"""dw = grouped_wgrad(dy, x) with 16-bit dy and x."""
+"""Hopper's grouped_wgrad in 16 bits: dw = grouped_wgrad(dy, x)."""
 
 from ...launches import wgrad
 from ...specs import GroupedWgradSpec
