@@ -34,7 +34,7 @@ def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: in
 
 def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
     """Return a view of `count` elements in shared memory at `pointer`. The pointer must be aligned to the size of all
-    elements together, or to 16 bytes if that is more."""
+    these elements together; if they have more than 16 bytes, alignment to 16 bytes is enough."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
     first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
     return cute.make_tensor(first, cute.make_layout(count))
