@@ -72,7 +72,7 @@ class DataPath(Path):
         fuses: True: all GEMMs of forward may be one launch, and all GEMMs of the data gradients, too.
         gradients_kind: class of the call whose launch computes the data gradients.
         activation_options: the activation, its layout and its numbers, as keywords of the operators.
-        recompute: see `grouped_mlp`.
+        recompute: True: forward saves x and row_scale, and backward computes h again.
         tokens: functions that gather tokens into experts' rows and sum rows by token, for moe. None: grouped_mlp.
         kind: class of the call. This and the following attributes are set in planned steps only.
         problem: the call's problem.
@@ -271,9 +271,12 @@ class DataPath(Path):
         Args:
             saved: saved tensors by name.
             targets: buffers for gradients.
-            d_result: the incoming gradient.
-            dy: the result of `_gathered` for it.
+            d_result: the incoming gradient, of the result as the caller got it: [N, .] in a moe, else [T, .].
+            dy: the incoming gradient as GEMMs read it: a copy [T, .] if this step copies tokens to rows, else d_result.
             wanted: names of the arguments that require a gradient.
+
+        Returns:
+            The gradients of h (dpreact), x and row_scale, and the recomputed activation.
         """
         if self.tokens is None:
             return self._gradients(saved, targets, dy, wanted)

@@ -52,7 +52,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
 
     Args:
         call: a call of any operator.
-        key: key for keeping the planned step, see `Call.handle_miss`. None: keep none.
+        key: key under which the planned step is kept for later calls. None: none is kept.
         targets: buffers for the result and gradients. Keys of `targets.weights` are "w" (grouped_mm), or "w1" and "w2"
             (grouped_mlp).
 

@@ -459,7 +459,7 @@ def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Ten
         why: the error's reason for the shape.
 
     Raises:
-        TypeError, ValueError: see `check_tensor`.
+        TypeError, ValueError: the value is no such tensor.
     """
     what = f"a tensor {shape_text(shape)}"
     return check_tensor(op, name, value, what, like, dtypes=(like.dtype,), shape=shape, why=why)

@@ -162,7 +162,7 @@ class Arguments:
         """Check the leading argument, and the indices `rows` that select its rows.
 
         Args:
-            dtypes: the allowed dtypes. None: see `check_x`.
+            dtypes: the allowed dtypes. None: those of the kernels on a GPU, those of the reference elsewhere.
 
         Returns:
             (number of columns of the leading argument, a matrix of T rows with which `check_rows_like` compares other
@@ -174,7 +174,11 @@ class Arguments:
         return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
 
     def check_options(self) -> None:
-        """Check the options activation, glu_layout and numbers, and that flags are True or False."""
+        """Raise ValueError or TypeError if an option is invalid.
+
+        Checked are activation, glu_layout, `numbers` (the tuple of the activation's constants), and that each of
+        `flags` is True or False.
+        """
         if "activation" in self.options:
             check_activation(self.op, self.activation, self.glu_layout)
             check_numbers(self.op, self.numbers)
@@ -187,7 +191,7 @@ class Arguments:
         Args:
             experts: E.
             counted: name of the argument from which E was read, for errors.
-            like: a matrix of T rows, see `check_lead`.
+            like: a matrix of T rows with the required dtype and device, the second result of `check_lead`.
             widths: the number of columns of each bias, by its name.
         """
         self.check_sizes(experts, counted)
@@ -198,7 +202,10 @@ class Arguments:
                 check_scale(self.op, self.labels.get(name, name), getattr(self, name), like)
 
     def check_result(self, width: int, like: Tensor) -> None:
-        """Check a given `out` [T, width]. `like`: a matrix of T rows, see `check_lead`."""
+        """Check the buffer `out` [T, width] if the caller gave one.
+
+        like: a matrix of T rows with the required dtype and device, the second result of `check_lead`.
+        """
         if self.out is not None:
             check_rows_like(self.op, "out", self.out, like, width, "that is the result's shape")
 
@@ -211,7 +218,7 @@ class Arguments:
 
         Args:
             experts: E.
-            in_features: see `Problem`.
+            in_features: the columns of x; for a grouped_dglu, of dy.
             fields: more fields of the Problem. They replace the operator, the dtype and the options that this method
                 takes from the call.
         """

@@ -326,8 +326,8 @@ class Plan:
         """Make a plan.
 
         Args:
-            op, shape, serving, extents, out_extents, look: see the class.
-            constants: see the class; the plan adds names to this dict, and owns it from now on.
+            op, shape, serving, extents, out_extents, look: the attributes of these names.
+            constants: the attribute of this name; the plan adds names to this dict, and owns it from now on.
             code: compiled code for `shape`, from another plan. None: `code_of(op, shape)`.
         """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look

@@ -248,7 +248,10 @@ class PlanMaker(Arguments):
         """Make a plan with this LaunchShape; a checked plan gets the bytes that this call's arguments span.
 
         Args:
-            shape, constants, serving, code: see `Plan`.
+            shape: the LaunchShape.
+            constants: the objects that the launch's code uses, by name.
+            serving: object whose `at(rows)` is the kernel's function for a number of rows.
+            code: compiled code for `shape`. None: it is generated, or taken from an equal shape.
         """
         extents = (self._read_extents(), self._out_extents()) if shape.checked else ((), ())
         return Plan(self.op, shape, constants, serving, *extents, self.check_new_addresses, code)

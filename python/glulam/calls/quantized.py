@@ -29,7 +29,8 @@ class Quantized(Call):
     """A call with split arguments: elements, scales and global scales of quantised tensors are separate arguments.
 
     Attributes:
-        in_parts: {public argument that is split: the number of its parts}, see SUFFIXES.
+        in_parts: {public argument that is split: the number of its parts}: 2 for elements and scales, 3 with a global
+            scale (`roles.SUFFIXES`).
         unwraps: names of the call's arguments that `unwrap` returns, in their order.
         unwrap_takes: names of the public arguments that `unwrap` takes, besides the recipe.
         uses_up: names of public arguments that only `unwrap` uses; the split call does not have them.

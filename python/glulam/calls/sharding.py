@@ -58,7 +58,8 @@ def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, 
 
     Args:
         call: the call.
-        dims, result: see `Split`.
+        dims: {argument: the dimension that is sharded, or SUM}.
+        result: the dimension in which each result is sharded, or SUM.
         bias: the name of w1's bias.
     """
     unit, refusal = 1, ""

@@ -167,7 +167,10 @@ def _resources(spec: Spec) -> str:
 
 
 def _calls_of(spec: Spec) -> str:
-    """Return a text that says which calls a preferred kernel serves."""
+    """Return a text that says which calls get this kernel once the user prefers it: all of its operator and options.
+
+    For example "every grouped_mm on sm_90a of dtype bfloat16, ...": all options of the kernel except its tile.
+    """
     part: Any = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     form = {name: getattr(part, name) for name in FORM if hasattr(part, name)}
     if form.get("activation") not in GATED:

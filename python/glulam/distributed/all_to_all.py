@@ -198,7 +198,9 @@ class _Rows(Exchange):
         return out
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        """Exchange rows with all ranks; for the arguments see `AllToAll.swap`. Return `out`.
+        """Send `rows` to all ranks, and return `out` filled with the rows that come from them.
+
+        num_out, num_in: numbers of rows by rank, as for `AllToAll.swap`.
 
         With gloo, which does not send GPU memory, GPU tensors go through the host.
         """

@@ -37,11 +37,12 @@ class Exchange(abc.ABC):
     """One dispatch with its combine, and their backward passes, as seen by one rank.
 
     Tensors that this rank sends are ordered by its tokens. Received tensors are ordered by sending rank, then by token.
-    The caller of a method must hold the transport's `turn` (see `turn.Turn`).
+    The caller of a method must hold the transport's `turn`, a lock that only one thread at a time may hold.
 
     Attributes:
         transport: an AllToAll or a Symmetric.
-        row_of: `row_of` of the Routing of the received tokens; None before this Routing is made.
+        row_of: int32 [received tokens, K], for each choice its row in the input of this rank's experts, -1: no row;
+            `row_of` of the received tokens' Routing. None before this Routing is made.
     """
 
     transport: Any

@@ -98,7 +98,8 @@ class Headers:
             rows: number of rows for each rank.
             expected: number of rows that must come from each rank; None: taken from the other ranks' headers.
             status: one of SAID.
-            answers, has_weights: see Header.
+            answers: the number of the dispatch to which this operation belongs; 0: this operation is a dispatch.
+            has_weights: True: gradients of choices' weights follow the rows.
 
         Raises:
             PeerError: a rank refused its tokens, failed, is in another operation, or sends another dtype or width.
@@ -129,7 +130,7 @@ class Headers:
         Args:
             phase: the kind of operation, one of PHASES.
             status: "refused" or "failed".
-            answers: see Header.
+            answers: the number of the dispatch to which this operation belongs; 0: this operation is a dispatch.
         """
         if self._ended:
             return
@@ -148,7 +149,10 @@ class Headers:
         """Send a header to each rank; return (this rank's header for rank 0, the headers from all ranks).
 
         Args:
-            phase, rows, answers, status: see `agree`.
+            phase: the kind of operation, one of PHASES.
+            rows: number of rows for each rank.
+            answers: the number of the dispatch to which this operation belongs; 0: this operation is a dispatch.
+            status: one of SAID.
             row_format: (dtype, width, has_weights) of the header.
         """
         self.number += 1

@@ -439,8 +439,9 @@ def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
     """Return True if y_here holds sums, one for each token of `here`; False: rows, one for each choice.
 
     Args:
-        y_here, summed: see `ExpertParallel.combine`.
+        y_here: [R, H] (sums) or [R K, H] (rows), for the R received tokens with K choices each.
         here: the Routing of the tokens on this rank.
+        summed: True: sums are required. False: rows are required. None: the shape decides.
 
     Raises:
         ValueError, TypeError: y_here has neither shape, or not the shape that `summed` requires.

@@ -159,7 +159,7 @@ class Symmetric:
 
 @dataclasses.dataclass
 class _Slots(Exchange):
-    """An exchange in fixed slots of the ranks' windows.
+    """An exchange in fixed slots (rows) of the ranks' windows, memory that all ranks of the host can access.
 
     A token has the same slot, given by its rank and its number, in each window that it is sent to.
 

@@ -68,11 +68,11 @@ class Window:
     Args:
         buffer: uint8, `sizes.offsets()[""]` bytes.
         bases: the address of each rank's buffer, this rank's included.
-        sizes: see `Sizes`.
+        sizes: the numbers of ranks, tokens and choices from which the regions' shapes follow.
 
     Attributes:
         rows, scales, ids, weights, sums, weight_gradients, words: views of the regions.
-        in_mxfp8: `rows` and `scales` viewed as MXFP8 tokens [W L, H].
+        in_mxfp8: `rows` and `scales` viewed as MXFP8 tokens [W L, H]: W ranks, at most L tokens of each, H columns.
         addresses: int64 [number of regions, W], the address of each region on each rank.
     """
 

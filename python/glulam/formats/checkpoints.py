@@ -327,7 +327,7 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
     Args:
         keys: for each expert's projection, the names of its scales in the checkpoint.
-        bad: the flags of these scales, see `_are_bad`.
+        bad: bool, one row for each entry of `keys` and one column for each of its names. True: the scales are invalid.
     """
     for names, flags in zip(keys, bad.tolist(), strict=True):
         for place, (key, is_bad) in enumerate(zip(names, flags, strict=True)):

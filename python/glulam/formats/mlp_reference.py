@@ -61,7 +61,9 @@ def grouped_mlp(
         weights: w1 and w2.
         ends: for each group, the index after its last row.
         biases: b1 and b2.
-        row_scale, function, out, preact: see `reference.grouped_mlp`.
+        row_scale: [T], a factor of the activation and of the second bias. None: 1.
+        function: the activation with its layout and constants.
+        out, preact: buffers.
     """
     data, scale = x
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))
@@ -85,7 +87,8 @@ def data_gradients(
         dy: gradient of the result, [T, H].
         weights: w1 and w2, quantised along their columns (N); w1 is needed only for dx.
         ends: for each group, the index after its last row.
-        preact, row_scale, function, dpreact, d_row_scale: see `reference.grouped_dglu`.
+        preact, row_scale, function: the preactivation [T, 2I or I], the factors of rows [T] or None, the activation.
+        dpreact, d_row_scale: buffers for the gradients of preact and row_scale; d_row_scale None: not wanted.
         act: [T, I], the activation times row_scale.
     """
     w1, w2 = weights

@@ -342,7 +342,10 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(form: Form, parts: Parts, report: bool) -> Parts:
-    """Return a weight's parts, converted to the layout of `form`. `report`: see `Form.made`."""
+    """Return a weight's parts, converted to the layout of `form`.
+
+    report: True: raise FoldError if folding (`mxfp8.fold`) would change values too much.
+    """
     return form.made(parts, report)
 
 

@@ -46,10 +46,12 @@ def elements_of(dtype: torch.dtype) -> int:
 
 
 def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """Convert bytes [..., K/2] to words, int32 [..., K/8]. K is a multiple of 32.
+    """Reorder 4-bit elements from a checkpoint's bytes [..., K/2] to words, int32 [..., K/8]. K is a multiple of 32.
+
+    A word holds eight elements in the order that the top of this file describes.
 
     Args:
-        data: bytes of two elements, the even element in the lower half.
+        data: uint8, two elements a byte, the even element in the lower half.
         out: contiguous tensor for the words; it may share the memory of the bytes. None: a new one.
     """
     *lead, num_bytes = data.shape
@@ -64,7 +66,10 @@ def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """Convert words [..., K/8] to bytes [..., K/2]; the inverse of `words_of`."""
+    """Reorder 4-bit elements from int32 words [..., K/8] to a checkpoint's bytes, a new uint8 tensor [..., K/2].
+
+    This is the inverse of `words_of`: a byte holds two elements, the even element in the lower half.
+    """
     *lead, count = words.shape
     data = torch.empty(*lead, count * WORD_BYTES, dtype=torch.uint8, device=words.device)
     for source, target in _chunks(words, data):
@@ -74,7 +79,7 @@ def bytes_of(words: Tensor) -> Tensor:
 
 
 def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split the rows of all tensors into the same chunks of about CHUNK_BYTES."""
+    """Split the rows of all tensors into the same chunks (ranges of rows) of about CHUNK_BYTES; return views."""
     flat = [tensor.flatten(0, -2) for tensor in tensors]
     rows = max(CHUNK_BYTES // max(flat[0].shape[1] * flat[0].element_size(), 1), 1)
     return list(zip(*(tensor.split(rows) for tensor in flat), strict=True))

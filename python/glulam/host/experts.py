@@ -128,7 +128,10 @@ class Table:
         self.checked: _Checked | None = None
 
     def note(self, tensors: Sequence[Tensor]) -> _Checked:
-        """Store the properties of tensors that just passed the checks in `checked`, and return them."""
+        """Remember tensors that just passed the checks: store a record of them as `self.checked`, and return it.
+
+        The record (shape, dtype, addresses, identities) lets later calls with these tensors skip the checks.
+        """
         addresses = list(map(_data_ptr, tensors))
         begin, end = min(addresses), max(addresses) + tensors[0].nbytes
         this = weakref.ref(self)

@@ -91,7 +91,10 @@ class part_of:
 
 
 def caller(op: str) -> str:
-    """Return the operator that the user called: the one of the active `part_of`, or `op` itself."""
+    """Return the name of the operator that the user called.
+
+    Inside `with part_of(name)` (operators that another operator calls) it is the outermost block's name, else `op`.
+    """
     return _caller.op or op
 
 

@@ -78,7 +78,7 @@ class MatrixLayouts:
 
     Args:
         first: the first matrix.
-        others: more matrices, or raw pieces as their numbers of bytes.
+        others: more matrices, or raw pieces as their numbers of bytes. `parts` has all of them, the first included.
     """
 
     __slots__ = ("begins", "device", "index", "num_bytes", "parts")
@@ -91,15 +91,21 @@ class MatrixLayouts:
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
     def view(self, buffer: Tensor) -> Several:
-        """Place all parts in a buffer; return for each part a matrix in the type that kernels take, or an address."""
+        """Lay all parts into a buffer, one after the other; return one value for each part, in the order of `parts`.
+
+        A matrix is returned in the type that kernels take (see `MatrixLayout.view`), a raw piece as its address (int).
+        """
         return self._placed(buffer, MatrixLayout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
-        """Place all parts in a buffer; return for each part a matrix as a torch tensor, or an address."""
+        """Lay all parts into a buffer, one after the other; return one value for each part, in the order of `parts`.
+
+        A matrix is returned as a torch tensor that views the buffer, a raw piece as its address (int).
+        """
         return self._placed(buffer, MatrixLayout.tensor)
 
     def _placed(self, buffer: Tensor, matrix: Callable[[MatrixLayout, Tensor, int], Any]) -> Several:
-        """Place all parts in a buffer; return for each part `matrix(part, buffer, begin)`, or a raw piece's address."""
+        """Return `matrix(part, buffer, begin)` for each part that is a matrix, and the address of each raw piece."""
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 

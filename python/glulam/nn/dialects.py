@@ -1,7 +1,9 @@
 """Conversion of other libraries' state dicts of MoE blocks to the names of `nn.MoE`.
 
 The conversion changes names, but not whether experts are packed in one tensor or stored one by one: that stays as in
-the other library. The module's layers (`GroupedLinear.moves`) then pack or split the tensors as they need.
+the other library. The module's layers (`GroupedLinear.moves`) then stack or split the tensors as they need.
+
+A "block" is an MoE layer; a "move" (`state.Move`) converts some entries of a state dict to other entries.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ RENAMES = {
 
 
 class Source(NamedTuple):
-    """Place and layout of one parameter of a GroupedMLP in another library's state dict.
+    """Keys and layout of one parameter of a GroupedMLP in another library's state dict.
 
     Attributes:
         keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" stands for an expert's number.
@@ -130,7 +132,7 @@ def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Nami
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
-        naming: for each parameter of the child, its place in the other library's state dict.
+        naming: for each parameter of the child, its `Source`: keys and layout in the other library's state dict.
     """
     own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.names}
     scales = {name for name in own if name.endswith("_scale")}  # layers make scales themselves from weights in 16 bits

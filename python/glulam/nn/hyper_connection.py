@@ -188,7 +188,7 @@ class HyperConnection(nn.Module):
         """Return the streams [..., n, C] after the update with the sublayer's output y. Only for form "mhc".
 
         Args:
-            made: the result of `pre`.
+            made: the `mhc.PreResults` that `pre` returned.
             y: the sublayer's output [..., C].
             bias: [C], added to y; None: no bias.
         """

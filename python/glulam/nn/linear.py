@@ -148,7 +148,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         Args:
             label: the weights' name in errors.
             x: the layer's input.
-            put: see `weight_gradients.grad_writer`.
+            put: stores the computation for `backward_dw`; None: backward computes at once.
         """
         if put is None and self.packed and getattr(self._parameters.get("weight"), "main_grad", None) is None:
             return None  # the case of most calls

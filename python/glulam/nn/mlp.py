@@ -194,7 +194,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         Unlike in the fused operator, FC1's result is rounded to its dtype before the activation.
 
         Args:
-            out, grad_input: see `forward`.
+            out, grad_input: buffers for the result and for x's gradient. None: new tensors.
             groups: `forward`'s arguments offs and splits.
 
         Raises:

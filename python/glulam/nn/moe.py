@@ -248,7 +248,8 @@ class MoE(Converts):
         """Run this rank's experts on the tokens that this rank received from all ranks.
 
         Args:
-            given: see `_experts`.
+            given: the experts' weights and options as arguments of `glulam.moe`; None: the experts are called as a
+                module.
             is_summed: True: return one sum for each token, [N, H], as `_experts` does. False: return one result for
                 each row (token and expert), [T, H].
         """
@@ -263,7 +264,7 @@ class MoE(Converts):
 
         Args:
             tokens: [N, H].
-            num_tokens: number of valid tokens, see `forward`.
+            num_tokens: int32 [1], number of valid tokens, which come first; None: all are valid.
 
         Raises:
             ValueError, TypeError: raised by `glulam.route`; or the router's weight or result has a wrong shape.

@@ -159,7 +159,7 @@ class QuantizedLinear(GroupedLinear):
                 yield [move]
 
     def _quantizing(self, keys: Collection[str], prefix: str, packing: Move | None) -> Move | None:
-        """Return the move (see `state.Move`) that quantises a state dict's 16-bit or float32 weight.
+        """Return the move (a `state.Move`, a conversion of entries) that quantises a 16-bit or float32 weight.
 
         None: the state dict has no weight for this layer, or has its scales too, so that the weight is quantised.
 

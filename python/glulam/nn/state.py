@@ -46,8 +46,8 @@ class Converts(nn.Module):
         Args:
             keys: all keys of the state dict.
             prefix: prefix of this module's keys.
-            moments: True: it is an optimizer's state, whose values are mappings such as {"exp_avg": ...} instead of
-                tensors.
+            moments: True: the dict is an optimizer's state, whose values are mappings such as {"exp_avg": ...}.
+                False: the values are tensors.
         """
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict
     Args:
         state: {parameter name: {"exp_avg": ..., "step": ...}}. Or a mapping with such a mapping under "state", and
             with "param_groups", whose "params" are names, as torch.distributed.checkpoint makes it.
-        module: see `convert_state_dict`.
+        module: the module that contains GroupedLinear and MoE modules at any depth.
 
     Returns:
         A new mapping of the same structure.
@@ -189,7 +189,9 @@ def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | N
 
 
 def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, experts: int, moments: bool) -> Move | None:
-    """Return the move that packs or splits one parameter's entries; None: it is not necessary, or not possible.
+    """Return the move that stacks or splits one parameter's entries; None: it is not necessary, or not possible.
+
+    A `Move` has the keys to remove, the keys to add, and a function that converts the values.
 
     Args:
         keys: all keys of the state dict.
@@ -197,7 +199,7 @@ def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, expe
         name: "weight" or "bias".
         packed: True: the module has the packed parameter, so the move stacks; False: the move splits.
         experts: the number of experts.
-        moments: see `Converts.moves`.
+        moments: True: the entries are an optimizer's state, mappings such as {"exp_avg": ...}. False: tensors.
     """
     parts, size = [f"{whole}{expert}" for expert in range(experts)], len(whole)
     old, new = (parts, [whole]) if packed else ([whole], parts)

@@ -91,20 +91,22 @@ def run(
     operator: Callable[..., Any], call: Callable[..., Any], given: dict[str, Any], writers: dict[str, Any],
     out: Tensor | None = None, grad_input: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Run an operator, and let its result and gradients be written to the given destinations instead of autograd.
+    """Run an operator, and return its result; write result and gradients to buffers if the caller gave any.
+
+    Without `writers` and `grad_input`, this calls the public operator (with `out`, if no gradient is recorded).
+    Otherwise a `Call` is made, whose backward writes the gradients itself.
 
     Args:
-        operator: the public operator, used if there is no destination other than autograd.
-        call: makes the operator's `Call` (`calls.call`, an object of one call's arguments) from keyword arguments; used
-            if there is another destination.
+        operator: the public operator.
+        call: makes the operator's `Call` (`calls.call`, an object of one call's arguments) from keyword arguments.
         given: the operator's arguments.
-        writers: functions that write weights' gradients instead of autograd (`grad_writer`), by the operator's argument
-            names.
+        writers: functions that backward calls to write weights' gradients (see `grad_writer`), by the operator's
+            argument names. A weight without such a function gets its gradient from autograd. {}: all do.
         out, grad_input: buffers for the result and for x's gradient; None: not given.
 
     Raises:
-        CaptureError: torch.export is tracing, and there is a destination that an exported program cannot write.
-        GradientNotSupported: there are LoRA adapters, and a destination other than autograd.
+        CaptureError: torch.export is tracing, and a buffer would have to be written, which an exported program cannot.
+        GradientNotSupported: there are LoRA adapters, and a buffer would have to be written.
     """
     elsewhere = writers or grad_input is not None
     if not elsewhere and (out is None or not (torch.is_grad_enabled() and any_requires_grad(*given.values()))):
@@ -156,7 +158,9 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
     no main_grad and nothing is delayed, so autograd gets the gradients.
 
     Args:
-        name, weights, packed: see `Experts`.
+        name: the weights' name in errors.
+        weights: one packed weight [E, ...], or one weight for each expert.
+        packed: True: one weight holds all experts.
         x: the layer's input.
         put: stores the computation for `backward_dw`; None: backward computes at once.
 

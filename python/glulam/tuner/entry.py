@@ -256,15 +256,16 @@ def run(
 
 
 def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], None]) -> Layer:
-    """Run one session, write its layer (the table's entry for a problem) to the table, and return the layer.
+    """Tune one problem, write the table's entry for it (a `Layer`) to the table, and return the entry.
 
-    Points that an interrupted run with the same options has measured are taken from the table.
+    The entry has a point (times, chosen kernel) for each number of rows. Points that an interrupted run with the same
+    options has measured are taken from the table.
 
     Args:
-        session: the session.
-        stamp: the GPU, versions and sources for which the table's section holds.
+        session: the tuning of this problem.
+        stamp: the GPU, versions and sources for which the times hold.
         path: the table.
-        advance: called with a number of finished contests, see `Session.run`.
+        advance: called with a number of finished contests (comparisons of kernels under one routing, or finals).
     """
     asked = json.dumps(dataclasses.asdict(session.options))
     points = _measured_already(session, asked, stamp, path)
@@ -282,12 +283,15 @@ def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], 
 
 
 def _measured_already(session: Session, asked: str, stamp: Stamp, path: Path) -> dict[float, Point]:
-    """Return the points, by rows an expert, that an interrupted run with the same options left in the table at `path`.
+    """Return the points (times at one number of rows) that an interrupted run with the same options left in a table.
+
+    Keys are numbers of rows an expert; {} if there is no such run.
 
     Args:
         session: the session that continues the run.
         asked: the session's options as JSON.
-        stamp: the stamp that the table's section must have.
+        stamp: the GPU, versions and sources that the table's section must have.
+        path: the table; it may be missing.
     """
     sections = table.read(path) if path.exists() else []
     held = [section.layers for section in sections if not section.stamp.unlike(stamp)]
@@ -307,10 +311,14 @@ def estimate_s(sessions: Sequence[Session], jobs: int) -> float:
 
 @contextlib.contextmanager
 def _progress(sessions: Sequence[Session], jobs: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar on standard error by a number of contests.
+    """Yield a function that advances a progress bar on standard error by a number of contests (comparisons of kernels).
 
-    A line above the bar says how many contests there are and about how long they take. Without `shown`, nothing is
-    shown. jobs: number of compile processes.
+    A line above the bar says how many contests there are and about how long they take.
+
+    Args:
+        sessions: the tuning of each problem.
+        jobs: number of compile processes.
+        shown: False: nothing is shown.
     """
     if not shown:
         yield lambda contests: None

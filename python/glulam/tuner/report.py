@@ -24,7 +24,7 @@ def _us(point: Point, name: str) -> str:
 
 
 def rows_of(layer: Layer) -> list[tuple[str, ...]]:
-    """Return the lines of the report's table as cells in the columns of HEADER: a line for each point of a layer."""
+    """Return the lines of the report's table, as cells in the columns of HEADER: one line for each number of rows."""
     return [
         (
             f"{point.rows_per_expert:.15g}",

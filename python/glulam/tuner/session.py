@@ -1,5 +1,8 @@
 """A tuning run of one problem: the order of measurements, and the decisions.
 
+Terms: a session is the tuning of one problem. A point is the result at one number of rows an expert: times, and the
+kernel chosen. A contest is one comparison of kernels: all candidates under one routing, or the final, see below.
+
 At each number of rows all candidates are measured in turns under each routing. The fastest candidate then runs against
 the shipped kernel alone (the final), with fresh samples, since the best of many samples is biased. It is chosen only if
 it is faster than the shipped kernel by more than noise over both routings, and slower by more than noise under neither.
@@ -159,7 +162,8 @@ class Session:
 
         Args:
             known: numbers of rows an expert that need no measurement; they are left out.
-            advance: called after each contest; a point has one contest under each routing and a final.
+            advance: called after each contest (a comparison of all candidates under one routing, or the final between
+                the fastest and the shipped kernel). A point has one contest for each routing and one final.
 
         Raises:
             CompileError: the shipped kernel is not in the bundle and does not compile.
@@ -176,7 +180,10 @@ class Session:
             yield self._point(problem, functions, budget_s, advance)
 
     def _functions(self, problem: Problem) -> Functions:
-        """Return the candidates that compile and agree with the shipped kernel, which comes first."""
+        """Return the candidates that compile, and whose results agree with the shipped kernel's; the latter is first.
+
+        A kernel that fails either test gets a line in `notes`. Raises CompileError if the shipped kernel fails.
+        """
         made = {spec: self._pool.wait(spec) for spec in self.candidates(problem)}
         shipped = next(iter(made))
         if isinstance(error := made[shipped], CompileError):
@@ -218,9 +225,13 @@ class Session:
         rounds: tuple[int, int],
         advance: Advance = lambda: None,
     ) -> Times:
-        """Measure each function under each routing. Functions take turns within a routing.
+        """Measure each function under each routing; return {routing: {spec: summary of its times}}.
+
+        Under one routing, functions are sampled alternately.
 
         Args:
+            problem: the problem with its number of rows.
+            functions: the kernels to measure, by spec.
             budget_s: seconds for all routings.
             rounds: least and largest number of rounds.
             advance: called after each routing.

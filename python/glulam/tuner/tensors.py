@@ -69,7 +69,7 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
     """Return the calls that make a step, on random tensors scaled so that results have scale 1.
 
     Args:
-        random: makes a tensor, see `Random`.
+        random: function that makes a tensor of normal random numbers (`Random`).
         offs: int32 [E], the end of each group of rows.
     """
     p, (kind, step) = problem, _step(problem)

@@ -123,7 +123,7 @@ def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given
         spec: the GEMM's spec.
         routing: the groups of rows.
         width: columns of the GEMM's result.
-        contracts_rows: the GEMM contracts over the weights' rows, so that low_w is transposed.
+        contracts_rows: True: the GEMM contracts over the weights' rows, so low_w is transposed. False: over columns.
     """
     if not spec.adapted:
         return {}
@@ -383,7 +383,10 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
 
 
 def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """Yield trials of the kernels that fold weights for FP8 GEMMs; these are training steps with such weights."""
+    """Yield trials of the kernels that fold weights: convert MXFP8's scales of 32 elements to one scale a weight row.
+
+    Each trial is a training step of grouped_mlp with recipe "mxfp8", which folds its weights for FP8 GEMMs.
+    """
     sized = _sizes(size, size.in_blocks)
     return training.steps(spec, MXFP8.name, ((("swiglu", "concat"), each) for each in sized))
 

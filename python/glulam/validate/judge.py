@@ -27,7 +27,7 @@ def complaint(got: Tensor, exact: Tensor, rounded: Tensor, tolerance: float | No
         got: the kernel's result, on the CPU.
         exact: the reference in float64.
         rounded: the reference in `got`'s dtype.
-        tolerance: see `trial.Trial`.
+        tolerance: limit of the largest error, relative to the largest value of the result. None: the rule above.
     """
     if got.shape != rounded.shape or got.dtype != rounded.dtype:
         return f"it is {got.dtype} {list(got.shape)}, not {rounded.dtype} {list(rounded.shape)}"

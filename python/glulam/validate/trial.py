@@ -20,10 +20,11 @@ class Trial(NamedTuple):
         given: the arguments by name, on the CPU, in the dtypes of kernels.
         call: called with the arguments, on any device and in any dtype; returns results, and gradients if there are
             any.
-        ends: rows of all groups, and T. In results with T rows only rows of groups are compared. None: compare all.
-        leaves_tail: rows after the last group must be left unwritten.
+        ends: (number of rows in all groups, T). In results with T rows only the groups' rows are compared. None:
+            compare all rows.
+        leaves_tail: True: rows after the last group must be left unwritten.
         tolerance: limit of the largest error relative to the largest value of a result. None: the rule of `judge`.
-        is_bits: results are bytes that must equal the CPU's; nothing is computed in float64.
+        is_bits: True: results are bytes that must equal the CPU's; nothing is computed in float64.
         replayed: other values for some arguments, with which a graph that captured the call is replayed. Empty: no
             replay.
     """

@@ -314,7 +314,7 @@ def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
 
 
 class _Change(NamedTuple):
-    """Changes that folding made to one chunk of rows of one expert.
+    """Changes that folding made to one chunk of rows of one expert. A chunk is the rows that are converted together.
 
     Attributes:
         expert: the expert's number.
@@ -335,7 +335,7 @@ def _fold_by_torch(
     """Fold by torch's operators, in chunks of rows.
 
     Args:
-        pieces: the weight, see `_pieces`.
+        pieces: the weight as one tensor [E, N, K] in a list, or as E tensors [1, N, K].
         exponents: E8M0 bytes of the scales if the weight is in MXFP8. None: the weight is quantised first.
         axis: "row" or "col".
         out: buffers for the result. None: only measure changes.

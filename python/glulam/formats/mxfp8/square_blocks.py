@@ -1,4 +1,7 @@
-"""mxfp8_of_square_blocks: convert weights with a power of two for each 32 x 32 elements to MXFP8."""
+"""mxfp8_of_square_blocks: convert FP8 (E4M3) weights that have one scale for each 32 x 32 block to MXFP8.
+
+The scales are powers of two in both formats, so the values stay the same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ OP = "mxfp8_of_square_blocks"
 
 
 def mxfp8_of_square_blocks(data: Tensor, scale: Tensor) -> MXFP8Tensor:
-    """Convert weights with one scale for 32 x 32 elements to an MXFP8Tensor of the same values.
+    """Convert FP8 weights that have one scale for each 32 x 32 block to an MXFP8Tensor of the same values.
 
     Each scale is repeated for its block's 32 rows. DeepSeek-V4.1 ships dense weights with such scales: in its
     configuration `weight_block_size` is [32, 32] and `scale_fmt` is "ue8m0".
