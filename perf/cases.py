@@ -114,7 +114,10 @@ class LayerCase:
 
 @dataclasses.dataclass(frozen=True)
 class ServingCase(LayerCase):
-    """The experts of a layer that are on one GPU, of `world_experts` that a router chooses among; 0: all are here."""
+    """A layer of which one GPU has `experts` experts.
+
+    world_experts: number of experts on all GPUs, among which the router chooses; 0: all are on this GPU.
+    """
 
     world_experts: int = 0
 
@@ -151,8 +154,9 @@ def with_routings(cases: Iterable[AnyCase], routings: Sequence[str]) -> list[Any
 
 
 def select(cases: Sequence[AnyCase], wanted: str | None) -> list[AnyCase]:
-    """Return the cases named `wanted`; if no case has that name, those whose label or routing contains it; all for
-    None. Upper and lower case do not matter. Raises ValueError, with the names there are, if no case matches.
+    """Return the cases named `wanted`; if there are none, the cases whose label or routing contains this text.
+
+    None: all cases. Upper and lower case do not matter. Raises ValueError, with the valid names, if no case matches.
     """
     if wanted is None:
         return list(cases)
@@ -233,7 +237,7 @@ def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:
 
 
 def sweep(of: Iterable[Case], rows_per_expert: Sequence[int], routings: Sequence[str] = ("uniform",)) -> list[Case]:
-    """Return the models with each number of rows per expert (none given: the models' own), under each routing."""
+    """Return the models with each number of rows per expert, under each routing; (): with their own number of rows."""
     sized = ([dataclasses.replace(m, rows=m.experts * rows) for rows in rows_per_expert] or [m] for m in of)
     return with_routings((case for cases in sized for case in cases), routings)
 

@@ -39,11 +39,14 @@ class Contestant:
     """An implementation that is timed against others.
 
     Attributes:
+        name: the name in records and warnings.
         build: prepares weights, compiles and tunes; returns the call that is timed, a function of the call's
-            number.
-        error: returns a result's relative error; None: nothing is compared, as for a copy of as many bytes.
+            number (0, 1, ...), by which the call picks its set of tensors.
+        error: function that returns the relative error of a result. None: results are not compared, for example those
+            of a plain copy.
         bound: the largest error that rounding explains.
-        required: one of ours; if it fails, the run ends, except for exceptions of the types in `unless`.
+        required: True: this is Glulam's own; if it fails, the run ends. False: it is left out with a warning.
+        unless: types of exceptions after which even a required contestant is only left out.
     """
 
     name: str
@@ -61,12 +64,15 @@ def or_left_out(
     unless: tuple[type[Exception], ...] = (),
     noting: tuple[dict[str, str], str] | None = None,
 ) -> Iterator[None]:
-    """Turn any exception of the block into a warning that contestant `who` is left out: a foreign package must not cost
-    the run.
+    """Turn any exception of the block into a warning that contestant `who` is left out.
+
+    So a failure in another package does not end the run.
 
     Args:
-        required: exceptions propagate, except the types in `unless`.
-        noting: a dict that keeps the reason, and the key to keep it under.
+        who: the contestant, for messages.
+        required: True: exceptions propagate, except the types in `unless`.
+        unless: types of exceptions that never propagate.
+        noting: (a dict in which the reason is stored, the key under which it is stored). None: not stored.
     """
     try:
         yield
@@ -103,7 +109,15 @@ def _error(one: Contestant, call: Call) -> float | None:
 
 
 def admitted(where: str, contestants: Iterable[Contestant]) -> Admitted:
-    """Build every contestant and check one result of each; the time of one that fails or is wrong would say nothing."""
+    """Build every contestant, and check one result of each.
+
+    Contestants that fail or are wrong are left out with a warning, since their times would say nothing. Raises if a
+    required contestant fails.
+
+    Args:
+        where: the contest's name in warnings.
+        contestants: built one after the other.
+    """
     found = Admitted({}, {}, {})
     for one in contestants:
         with or_left_out(f"{where}: {one.name}", one.required, one.unless, (found.left_out, one.name)):
@@ -124,12 +138,16 @@ def contest(
     measure: TimesOf | None = None,
     **fields: Any,
 ) -> Record:
-    """Return the record of a contest: check every contestant, then time the admitted ones in turns.
+    """Check every contestant, time the contestants that pass alternately, and return the record.
 
     Args:
+        case: the sizes; its label begins the contest's name in warnings.
+        contestants: the implementations to compare.
+        budget_s: seconds of measuring.
         sizes: each expert's rows, if the routing matters.
-        where: the contest's name in warnings, after the case's.
-        measure: how calls are timed; None: device time, in turns.
+        where: the rest of the contest's name in warnings.
+        measure: function (calls by name, seconds) that returns their times. None: device time (`measure_device`).
+        fields: further fields of the record.
     """
     who = admitted(", ".join(filter(None, (case.label, where))), contestants)
     return make_record(case, (measure or measure_device)(who.calls, budget_s), sizes, **fields, errors=who.errors)
@@ -141,7 +159,15 @@ def make_record(case: Any, times: Times, sizes: Sequence[int] = (), **fields: An
 
 
 def records_of(title: str, measures: Sequence[Measure], budget_s: float) -> list[Record]:
-    """Return the records of all measurements, which share the budget; what one held on the GPU is freed after it."""
+    """Run all measurements, and return their records. Each gets an equal share of the budget.
+
+    GPU memory is freed after each measurement.
+
+    Args:
+        title: text before the progress bar.
+        measures: functions (seconds) that measure, and return records.
+        budget_s: seconds for all measurements.
+    """
     records: list[Record] = []
     for measure in track(measures, title):
         records += measure(budget_s / len(measures))
@@ -150,8 +176,9 @@ def records_of(title: str, measures: Sequence[Measure], budget_s: float) -> list
 
 
 def over_cases(suite: str) -> Callable[[OfCase], Callable[[Options], list[Record]]]:
-    """Return a decorator of a function that measures one case, which makes of it the suite's function of options: each
-    of the suite's cases gets an equal share of the budget.
+    """Return a decorator that turns a function (case, seconds) into the suite's function of options.
+
+    The new function measures each of the suite's cases, with an equal share of the budget, and returns all records.
     """
 
     def run(measure: OfCase, options: Options) -> list[Record]:
@@ -166,14 +193,22 @@ def numbered(call: Run) -> Call:
 
 
 def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:
-    """Return a function of a call's number that runs `call` on each of the sets of tensors in turn."""
+    """Return a function of a call's number that runs `call` on one set of tensors: number modulo their count."""
     return lambda number: call(sets[number % len(sets)])
 
 
 def of_calls(
     calls: Mapping[str, Run], compared: str, wanted: Run | None, bound: float, required: bool = True
 ) -> Iterator[Contestant]:
-    """Contestants that are ready calls; the result of `compared` is held to what `wanted` returns."""
+    """Yield a contestant for each call, which needs no preparation.
+
+    Args:
+        calls: functions without arguments, by name.
+        compared: name of the call whose result is checked; the others are not.
+        wanted: function that returns the right result. None: nothing is checked.
+        bound: the largest relative error that rounding explains.
+        required: see `Contestant`.
+    """
     for name, call in calls.items():
         error = (lambda got: relative_error(got, wanted())) if wanted and name == compared else None
         yield Contestant(name, partial(numbered, call), error, bound, required)
@@ -191,8 +226,9 @@ def relative_error(got: Any, wanted: Any) -> float:
 
 
 def _relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Return one tensor's relative error, added up over chunks: converted to float32 at once, a model's weights would
-    not fit beside their gradients.
+    """Return the relative error of one tensor, by Frobenius norms.
+
+    It is added up over chunks of rows: a float32 copy of all weights of a model would not fit beside their gradients.
     """
     size = max(PART_ELEMENTS // max(wanted[:1].numel(), 1), 1)
     parts = list(zip(got.split(size), wanted.split(size), strict=True))

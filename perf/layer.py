@@ -78,8 +78,10 @@ class LayerData:
 
 
 def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the weights of the chosen experts, and these, both [N,K]: softmax over all logits in at least float32, the
-    k best, divided by their sum. With k = 1 the weight stays the probability: else it would be 1 and train no router.
+    """Return (weights, ids) of the k best experts, both [N, K]: softmax over all logits, in at least float32.
+
+    The k best probabilities are divided by their sum. With k = 1 the weight stays the probability, since a weight of
+    always 1 would train no router.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     weights, ids = wide.softmax(-1).topk(k)
@@ -87,7 +89,7 @@ def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sort_choices(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices in the order of their experts, and where each expert's choices end (offs)."""
+    """Return the numbers of all choices (n K + k) sorted by expert, and the end of each expert's choices (offs)."""
     sorted_ids, order = ids.reshape(-1).sort(stable=True)
     bounds = torch.arange(experts, device=ids.device)
     return order, torch.searchsorted(sorted_ids, bounds, right=True, out_int32=True)
@@ -129,8 +131,10 @@ def make_layer(case: LayerCase, device: str = "cuda") -> LayerData:
 
 @torch.enable_grad()
 def expected(d: LayerData, op: str, glu_layout: str = CONCAT) -> Results:
-    """Return the reference's results in float64, computed one expert after the other: y, and for TRAIN the gradients of
-    x, router, w1 and w2, the last two rounded to the weights' dtype, to save memory.
+    """Return the right results in float64, computed one expert after the other.
+
+    These are y, and for TRAIN the gradients of x, router, w1 and w2. The gradients of w1 and w2 are rounded to the
+    weights' dtype, to save memory.
     """
     b, k, trains = d.batches[0], d.case.top_k, op == TRAIN
     logits = F.linear(b.x, d.router).detach().double().requires_grad_()
@@ -168,10 +172,15 @@ Forward = Callable[[LayerData, Batch], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A function from the layer and a batch of tokens to their results; its gradients are autograd's.
+    """A contestant: one way to compute a layer. Its gradients are computed by autograd.
 
-    on_rows: it is an MLP of sorted rows, without router and combine. kept_whole: it writes zeros as the weight
-    gradients of experts without rows, which peers may leave unwritten.
+    Attributes:
+        name: the contestant's name.
+        forward: function (layer, batch of tokens) that returns the results.
+        glu_layout: the order of gate and up-projection in w1's rows.
+        trains: False: it has no backward.
+        on_rows: True: only the MLP of sorted rows, without router and combine.
+        kept_whole: True: weight gradients of experts without rows are zeros. False: they may be unwritten.
     """
 
     name: str
@@ -196,7 +205,10 @@ class Layer:
         return partial(self.train if op == TRAIN else self.infer, d)
 
     def error(self, got: Results, d: LayerData, wanted: Callable[[str], Results]) -> float:
-        """Return the largest relative error on the first batch; of sorted rows, tokens' sums and weights' gradients."""
+        """Return the largest relative error on the first batch.
+
+        With `on_rows`, the rows' sums by token and the weights' gradients are compared.
+        """
         b, right = d.batches[0], wanted(self.glu_layout)
         if self.on_rows:
             sums = torch.zeros_like(b.x, dtype=torch.float32).index_add(0, b.token, got[0].float())
@@ -208,7 +220,7 @@ class Layer:
 
 
 def contestants(d: LayerData, op: str, layers: Sequence[Layer]) -> Iterator[Contestant]:
-    """Yield the contestants that compute FORWARD or TRAIN, each on the batches in turn."""
+    """Yield the contestants that compute FORWARD or TRAIN. Call number n of each computes batch n modulo their count."""
 
     @functools.lru_cache(maxsize=1)  # one at a time, for room
     def wanted(glu_layout: str) -> Results:

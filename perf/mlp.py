@@ -41,8 +41,10 @@ Random = Callable[..., Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """x [T,H], w1 [E,2I,H], w2 [E,H,I], mid [T,I] (input of FC2), offs int32 [E], starts int32 [E+1] (offs with a
-    leading 0), and results act [T,I], y [T,H].
+    """The tensors of a case.
+
+    Inputs: x [T,H], w1 [E,2I,H], w2 [E,H,I], mid [T,I] (input of FC2), offs int32 [E], starts int32 [E+1] (offs with a
+    leading 0). Buffers for results: act [T,I], y [T,H].
     """
 
     x: Tensor
@@ -108,15 +110,18 @@ def _buffers(case: Case, random: Random, device: str) -> Buffers:
 
 
 def copies_needed(size_bytes: int) -> int:
-    """Return how many sets of tensors must take turns: a call reads ROTATION_BYTES before it reads a byte again."""
+    """Return how many sets of tensors calls must alternate between, so that L2 holds none when it is used again.
+
+    Between two uses of a set, the calls on the other sets read ROTATION_BYTES in all. At most MAX_COPIES.
+    """
     return min(max(math.ceil(ROTATION_BYTES / size_bytes), 1), MAX_COPIES)
 
 
 def make_buffers(case: Case, device: str = "cuda") -> list[Buffers]:
-    """Return the case's tensors, normal random, the same for the same case and seed; as many sets as keep repeated
-    calls out of L2.
+    """Return sets of the case's tensors, so many that no call finds its tensors in L2 (`copies_needed`).
 
-    A case of one token has the same layer for TOKENS tokens in turn, each with experts of its own.
+    They are normal random, the same for the same case and seed. A case of one token has TOKENS sets that share the
+    layer's weights; each set has other experts.
     """
     random = normals(torch.Generator(device).manual_seed(case.seed))
     if not case.routing.startswith("token"):
@@ -282,8 +287,8 @@ def contestants(op: str, sets: Sequence[Any], quack: Any = None, has_dense: bool
 
     Args:
         quack: a `quack.Quack`, or None.
-        has_dense: include "dense". False in decoding, where reading weights takes the time and "dense" reads one
-            expert's only.
+        has_dense: True: include "dense". False in decoding, where time goes into reading weights, of which "dense"
+            reads only one expert's.
     """
     wanted = functools.cache(lambda glu_layout: expected(sets[0], op, glu_layout))
 

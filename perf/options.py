@@ -15,7 +15,15 @@ OPS = (*QUACK[:-1], "layer", "fp8", "serving", *BUNDLES)
 
 
 def _choice(default: Any, flag: str, about: str, suites: Sequence[str] = (), **more: Any) -> Any:
-    """Return the dataclass field of a choice. suites: those that read it; if none is named, all do."""
+    """Return the dataclass field of an option.
+
+    Args:
+        default: the option's default.
+        flag: its flag on the command line.
+        about: help text.
+        suites: the suites that read the option. Empty: all suites.
+        more: further arguments of `add_argument`.
+    """
     return dataclasses.field(default=default, metadata={"flag": flag, "help": about, "suites": suites, **more})
 
 
@@ -29,7 +37,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The user's choices for a run. Empty: all operations, the suite's routings, cases' own rows, the usual bundle."""
+    """The user's choices for a run.
+
+    Empty values mean: all operations, the suite's own routings, the cases' own numbers of rows, the usual bundle.
+    """
 
     budget_s: float = _choice(40.0, "--budget", "seconds of sampling for the whole suite (40.0)", type=float)
     case: str | None = _choice(None, "--case", "the case of this name, or whose name, sizes or routing contain it")
@@ -52,7 +63,7 @@ def _fields(suite: str) -> Iterator[tuple[str, Any]]:
 
 
 def add_flags(parser: argparse.ArgumentParser, suite: str) -> None:
-    """Add a suite's flags; a flag that is not given leaves no attribute."""
+    """Add a suite's flags to a parser. A flag that is not on the command line makes no attribute when it is parsed."""
     for name, choice in _fields(suite):
         more = {key: value for key, value in choice.items() if key not in ("flag", "suites")}
         if getattr(Options, name) is False:

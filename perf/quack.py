@@ -74,8 +74,8 @@ def fastest(
 class Quack:
     """QuACK as a contestant of the forward's and the backward's kernels, on `mlp.Buffers` and `mlp.Training`.
 
-    mode: "tuned" takes the configuration that was fastest on the first tensors of a shape, "retuned" the one that is
-    fastest on these tensors, "default" QuACK's own.
+    mode: "tuned": the configuration that was fastest on the first tensors of a shape. "retuned": the configuration that
+    is fastest for each new routing. "default": QuACK's own choice.
     """
 
     def __init__(self, mode: str) -> None:
@@ -88,7 +88,7 @@ class Quack:
 
     @staticmethod
     def _spaces() -> dict[str, list[Config]]:
-        """Return QuACK's own configurations of each kernel; kept, since QuACK knows a configuration by identity."""
+        """Return QuACK's own configurations of each kernel. Call once: QuACK compares configurations by identity."""
         known: Any = importlib.import_module("quack.gemm_config")
         major = torch.cuda.get_device_capability()[0]
         gated = [c for c in known.get_all_configs(epilogue="gated") if c.device_capacity == major]
@@ -97,7 +97,7 @@ class Quack:
         return {"fc1": gated, "fc2": rows, "dglu": gated, "dgrad": rows, "dw1": plain, "dw2": plain}
 
     def _choice(self, kernel: str, sets: Sequence[Any]) -> tuple[Config, Tuning | None]:
-        """Return a kernel's configuration on these tensors, and the record of its choice; neither without tuning."""
+        """Return (a kernel's configuration for these tensors, the record of its choice); (None, None) without tuning."""
         if self.mode not in TUNED_MODES:
             return None, None
         b = sets[0]

@@ -100,9 +100,7 @@ def _torch_fp8(sets: Sequence[Buffers]) -> Mlp:
 
 
 def mlp_by(name: Any, sets: Sequence[Buffers]) -> Mlp:
-    """Return a contestant's MLP by its name, with the weights of these sets of tensors prepared, as a server holds
-    them.
-    """
+    """Return the MLP of the contestant `name`, with the weights of all sets of tensors prepared beforehand."""
     if name in (BF16, TORCH_FP8):
         return our_mlp if name == BF16 else _torch_fp8(sets)
     form = FORMS[name]

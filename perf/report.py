@@ -59,7 +59,10 @@ class Line(NamedTuple):
 
 
 def _against(shown: Record, records: list[Record], ours: str, names: dict[str, str]) -> dict[str, list[float]]:
-    """Return, by peer's title, its time over ours: in `shown` first, then in every record that has both times."""
+    """Return {peer's title: [its time over ours in `shown`, then in each of `records` that has both times]}.
+
+    names: {peer's name in records: its title}.
+    """
     return {
         title: [found for record in (shown, *records) if (found := ratio(record, name, ours)) is not None]
         for name, title in names.items()

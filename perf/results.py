@@ -101,8 +101,9 @@ def _lines(record: Record) -> Iterator[dict[str, str]]:
 
 
 def write(result: Result, path: Path) -> None:
-    """Write a result file; create its folder if it is missing. Its columns are the records' own fields, the contestant,
-    then what was measured of each contestant.
+    """Write a result file; create its folder if it is missing.
+
+    Columns: the fields that a record's contestants share, the contestant, then what was measured of each contestant.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"suite": result["suite"], **{key: result[key] for key in ("stamp", "limits", "tuned")}}
@@ -119,13 +120,13 @@ def write(result: Result, path: Path) -> None:
 
 
 def _head(lines: list[str]) -> Result:
-    """Return what a file's `# key: value` lines say; values are texts, but numbers for limits and tuning."""
+    """Return the keys and values of a file's `# key: value` lines: numbers for limits and tuning, else text."""
     cells = (line.removeprefix("# ").partition(": ")[::2] for line in lines)
     return _nested((name, _value(text) if name.startswith(("limits", "tuned")) else text) for name, text in cells)
 
 
 def _records(lines: list[str]) -> Iterator[Record]:
-    """Yield the records of a table: consecutive lines with the same own fields and different contestants make one."""
+    """Yield the records of a table. Consecutive lines that differ only in the contestant and its times are one record."""
     header, *table = csv.reader(lines)
     own = header.index(CONTESTANT)
     groups: list[dict[str, list[str]]] = []

@@ -79,7 +79,13 @@ def _converted(scheme: Scheme, w: Any, is_gate: bool) -> tuple[Any, dict[str, Te
 
 
 class Plan(NamedTuple):
-    """Settings of a layer without its weights: configuration, tiles by ranges of rows, both as the GEMM takes them."""
+    """Humming's settings for one linear layer.
+
+    Attributes:
+        config: the layer's configuration.
+        tiles: for each range of rows, its tile.
+        options: keywords of the GEMM, which hold the tiles as JSON.
+    """
 
     config: Any
     tiles: list[Any]
@@ -88,8 +94,10 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
-    """Return the plan of FC1 (is_gate) or FC2. Humming compiles all of a layer's 30 to 100 tiles at the first call;
-    only tiles for the suite's numbers of tokens stay, so that seconds suffice.
+    """Return the plan (settings) of FC1 (is_gate) or FC2.
+
+    Humming would compile all of a layer's 30 to 100 tiles at the first call. Only tiles for the suite's numbers of
+    tokens are in the plan, so that compiling takes seconds.
     """
     transform: Any = importlib.import_module("humming.transform")
     tune: Any = importlib.import_module("humming.tune")

@@ -46,7 +46,11 @@ def _align(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum(y, places, weights, out, hidden, K: tl.constexpr, BY_CHOICE: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write COLUMNS columns of a token's weighted sum for each program; a choice with a negative place adds nothing."""
+    """Write COLUMNS columns of a token's weighted sum in each program.
+
+    `places` [N, K] has the row of each choice in y; a choice with a negative number adds nothing. BY_CHOICE: the row of
+    choice k of token n is n K + k instead.
+    """
     token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(K):
@@ -61,11 +65,11 @@ def _sum(y, places, weights, out, hidden, K: tl.constexpr, BY_CHOICE: tl.constex
 
 
 def align(routing: glulam.Routing, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return blocks of `block` rows with one expert each, as indexed GEMMs read them.
+    """Pad each expert's rows to blocks of `block` rows, so that a block has one expert, as indexed GEMMs read them.
 
     Returns:
-        The choice of each row [blocks * block], N K where a row is padding; the expert of each block; rows with
-        padding [1]. All int32; what lies past the last block is not written.
+        (choices [blocks * block], experts [blocks], number of rows with padding [1]), all int32. A choice is the number
+        n K + k, or N K if the row is padding. Entries after the last block are not written.
     """
     ids = routing.ids
     choices, experts = ids.numel(), routing.num_experts
@@ -79,10 +83,14 @@ def align(routing: glulam.Routing, block: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def weighted_sums(y: Tensor, places: Tensor, weights: Tensor, out: Tensor, *, by_choice: bool) -> Tensor:
-    """Return out [N, H], the sums of rows y [N K, H] times weights [N, K].
+    """Sum each token's rows of y, times their weights, into out [N, H]; return out.
 
-    places: int32 [N, K], each choice's row, negative without one. by_choice: a choice's row is its own number, and
-    `places` says only whether it has one.
+    Args:
+        y: rows [N K, H].
+        places: int32 [N, K], the row of each choice; negative: the choice has no row.
+        weights: [N, K].
+        out: buffer for the result.
+        by_choice: True: the row of choice k of token n is n K + k, and `places` only says whether there is a row.
     """
     grid = (len(places), triton.cdiv(y.shape[1], COLUMNS))
     _sum[grid](y, places, weights, out, y.shape[1], K=places.shape[1], BY_CHOICE=by_choice, COLUMNS=COLUMNS)

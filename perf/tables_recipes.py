@@ -90,8 +90,10 @@ def lora_tables(result: Result) -> list[Table]:
 
 
 def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
-    """Return what portable kernels reach in a case: of prefill the share of mma.sync's rate; in decoding the share of a
-    copy's rate and the time over that with weights in MXFP8.
+    """Return ratios that portable kernels reach in a case, by what they are compared with.
+
+    Prefill: {MMA_ALONE: FLOP rate over that of mma.sync alone}. Decoding: the rate of bytes over a device copy's, and
+    the MLP's time with weights in MXFP8 over its time in 16 bits (as `ratio`: above 1, 16 bits are faster).
     """
     us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
     if not cells.case_of(record).decode:

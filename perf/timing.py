@@ -98,9 +98,7 @@ def measure_device(
 
 
 def measure_host(items: Mapping[str, Run], budget_s: float) -> Times:
-    """Return the host time until each item returns, in microseconds; the items take turns, without pauses to collect
-    garbage.
-    """
+    """Return the host time until each item returns, in microseconds. Items alternate, with garbage collection off."""
     with no_garbage_collection():
         return in_turns({name: host_sampler(item) for name, item in items.items()}, budget_s)
 
@@ -117,10 +115,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def capture(run: Run, pool: Any = None) -> Run:
-    """Capture the run as a graph, after one warm-up on a side stream as torch asks; return its replay, which returns
-    the captured run's results.
+    """Capture `run` as a CUDA graph, after one warm-up on a side stream, and return a function that replays the graph.
 
-    pool: memory shared by graphs that are replayed one after the other and whose results nobody keeps.
+    The function returns the results of the captured run.
+
+    pool: memory that graphs share; only for graphs that are replayed one after the other, and whose results nobody
+    reads later. None: memory of its own.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

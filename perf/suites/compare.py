@@ -1,8 +1,8 @@
 """Named kernels of one or several bundles against each other and against dense cuBLAS, without the dispatcher.
 
-For developers of kernels and tuning tables. An `Operation` holds one call of an operator on a case's tensors, made for
-a form: a spec without regard to its tiles. Every kernel of that form runs on the same tensors by its exported function,
-with its arguments prepared beforehand; each result is compared with the reference before anything is timed.
+For developers of kernels and tuning tables. A form is a spec without its tiles. An `Operation` holds one call of an
+operator on a case's tensors, made for one form. Every kernel of that form runs on the same tensors by its exported
+function, with arguments prepared beforehand. Each result is compared with the reference before anything is timed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ MAX_RELATIVE_ERROR = 0.02  # one rounding of a result to 16 bits is about 0.002;
 
 
 class Kind(NamedTuple):
-    """An operation: its kernels' spec class and fields of that spec, its operator, and the widths of its problem."""
+    """An operation of a layer.
+
+    Attributes:
+        spec: class of its kernels' specs.
+        fields: {field of the spec: the value that it must have}.
+        operator: the operator's name.
+        widths: in_features, intermediate and out_features of its Problem, as keys "h", "i", "2i", or "" for 0.
+    """
 
     spec: type[Any]
     fields: dict[str, Any]
@@ -69,7 +76,7 @@ OPERATIONS = {
 
 
 def problem_of(op: str, case: Case, spec: Any) -> Problem:
-    """Return the dispatcher's problem for an operation in a case, of the kind that kernels of the form `spec` serve."""
+    """Return the `Problem` (sizes and options) of an operation in a case, with the options of `spec`."""
     kind, sizes = OPERATIONS[op], {"h": case.hidden, "i": case.intermediate, "2i": 2 * case.intermediate, "": 0}
     in_features, inner, out_features = (sizes[name] for name in kind.widths)
     form = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
@@ -82,12 +89,15 @@ def problem_of(op: str, case: Case, spec: Any) -> Problem:
 
 
 class Operation:
-    """One set of tensors of an operation: random inputs, scaled so that every result has scale 1, and results full of
-    NaN.
+    """One set of tensors of an operation: random inputs, and results that are filled with NaN.
+
+    Inputs are scaled so that results have scale 1.
 
     Attributes:
-        call: the operator's call. values: arguments of the exported functions of the form.
-        weight: each tensor [E, ., .] that is read or written. moved: every other tensor that is read or written.
+        call: the operator's call.
+        values: arguments of the exported functions of the form.
+        weight: each tensor [E, ., .] that is read or written.
+        moved: every other tensor that is read or written.
         results: tensors that a call writes.
     """
 
@@ -147,8 +157,10 @@ class Candidate:
 
 
 def open_bundles(folders: tuple[str, ...]) -> dict[str, loader.Bundle]:
-    """Return the bundles by their folders; the usual bundle if no folder is named. They may be built from any sources:
-    comparing builds is what this is for. Raises BundleError if one is missing or unreadable.
+    """Return the bundles (libraries of compiled kernels) by their folders; the usual bundle if no folder is named.
+
+    Bundles may be built from other sources than the installed ones, so that builds can be compared. Raises BundleError
+    if a bundle is missing or unreadable.
     """
     roots = [loader.bundle_root(folder) for folder in folders or (None,)]
     return {str(root): loader.Bundle(root / ARCH, manifest.read(root / ARCH)) for root in roots}
@@ -167,8 +179,9 @@ def form_name(spec: Spec) -> str:
 
 
 def candidates(bundles: dict[str, Any], patterns: Sequence[str]) -> list[Candidate]:
-    """Return the functions whose names match one of the patterns, in the order of patterns, then of bundles. Raises
-    ValueError, naming the pattern, if a pattern adds no function of any bundle.
+    """Return the functions whose names match one of the patterns, in the order of patterns, then of bundles.
+
+    Raises ValueError, with the pattern, if a pattern adds no function.
     """
     found: dict[tuple[str, str], Candidate] = {}
     for pattern in patterns:
@@ -184,7 +197,7 @@ def candidates(bundles: dict[str, Any], patterns: Sequence[str]) -> list[Candida
 
 
 class Contest(NamedTuple):
-    """The kernels of one form that compute one operation of a layer."""
+    """The kernels (`competing`) of one form, a spec without its tiles, that compute one operation of a layer."""
 
     op: str
     spec: Spec
@@ -192,8 +205,9 @@ class Contest(NamedTuple):
 
 
 def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[Contest]:
-    """Return a contest for each operation that a form of 16-bit operands computes. Raises ValueError if no kernel
-    computes any of `ops`.
+    """Return a contest for each pair of an operation in `ops` and a form (with 16-bit operands) that computes it.
+
+    Raises ValueError if no kernel computes any of `ops`.
     """
     wanted, forms = select_ops(tuple(OPERATIONS), ops), dict[Spec, list[Candidate]]()
     for one in chosen:
@@ -206,7 +220,7 @@ def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[Contest]:
 
 
 def make_sets(case: Case, op: str, spec: Spec, most: int = 8, device: str = "cuda") -> list[Operation]:
-    """Return as many sets of tensors as keep repeated calls out of L2, at most `most`."""
+    """Return so many sets of tensors, at most `most`, that calls which alternate between them find nothing in L2."""
     generator = torch.Generator(device).manual_seed(case.seed)
     sets = [Operation(op, case, spec, generator)]
     copies = min(copies_needed(sets[0].work(case.experts)["bytes"]), most)

@@ -54,7 +54,7 @@ def _together() -> None:
 
 
 def timed(calls: Calls, repeats: int) -> dict[str, float]:
-    """Return the microseconds of each call, host time included: the slowest rank's median; contestants take turns."""
+    """Return the microseconds of each call, host time included: the slowest rank's median. Calls alternate."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-WARM_UP, SAMPLES):
         for name, call in calls.items():
@@ -69,7 +69,7 @@ def timed(calls: Calls, repeats: int) -> dict[str, float]:
 
 
 def in_graph(call: Run) -> Run:
-    """Return the replay of one graph of IN_GRAPH calls."""
+    """Capture IN_GRAPH calls as one graph, and return the graph's replay."""
     call()
     _together()
     graph = torch.cuda.CUDAGraph()
@@ -122,7 +122,10 @@ def _crossing(ep: ExpertParallel, layer: LayerCase, ids: Tensor) -> float:
 
 
 def _ends_of(ep: ExpertParallel, data: Data, has_graph: bool) -> dict[str, float]:
-    """Return the times of dispatch and of combine, by CUDA events, and of both together, if asked also in a graph."""
+    """Return the times of dispatch and of combine, by CUDA events, and of both together.
+
+    has_graph: True: also time both together as a CUDA graph.
+    """
     routing, marks = data.routing, []
     x_here, here, handle = ep.dispatch(data.x, routing.ids, routing.weights)
     y_here = torch.zeros(here.ids.numel(), data.x.shape[1], device="cuda", dtype=BF16)
@@ -163,8 +166,14 @@ def _of(layer: LayerCase) -> Record:
 
 
 def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any], has_graph: bool) -> Calls:
-    """Return the calls by name: the forward, for few tokens also in a graph; for many tokens, which have `folded`
-    weights, also by recipe "mxfp8", and with its backward.
+    """Return the calls of a layer by name.
+
+    Args:
+        data: tokens, routing and weights.
+        ep: the ExpertParallel.
+        folded: w1 and w2 prepared for recipe "mxfp8", given for many tokens: the forward, the forward in "mxfp8", and
+            forward with backward. Empty, for few tokens: only the forward.
+        has_graph: True: for few tokens, also the forward in a graph.
     """
     x, w1, w2 = leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
     train = partial(trained, partial(glulam.moe, x, data.routing, w1, w2, parallel=ep), leaves, data.x)

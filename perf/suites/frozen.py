@@ -140,8 +140,9 @@ def _apart(d: Data, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def _adapter_steps(d: Data) -> dict[str, Steps]:
-    """Return the contestants by recipe: the layer alone, the layer with our adapters, and the way that users go without
-    them.
+    """Return {recipe: its contestants}: the layer alone, the layer with our adapters, and adapters without Glulam's.
+
+    The last is "materialised" or "dequantised", see the top of this file.
     """
     (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
     make1, make2 = dequantising(given1), dequantising(given2)

@@ -70,8 +70,9 @@ def bare_items(b: Buffers) -> dict[str, Run]:
 
 
 def _items(b: Buffers, peers: dict[str, Call]) -> dict[str, Run]:
-    """Return the items to time: our calls, torch's operators and peers. Calls on `some rows` have only groups without
-    rows, so the GPU has nothing to do.
+    """Return the items to time, by name: our calls, torch's operators and peers.
+
+    Calls on `some rows` have only groups without rows, so the GPU has nothing to do.
     """
     x, offs = b.x.new_empty(2 * MAX_PLANS, b.x.shape[1]), torch.zeros_like(b.offs)
     counts = itertools.cycle(range(2, len(x)))

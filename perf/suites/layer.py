@@ -54,7 +54,7 @@ ROUTED_EXPERTS, ROUTED_K = QWEN3.experts, 8
 
 @torch.no_grad()
 def steps_of(d: LayerData, op: str) -> dict[str, Run]:
-    """Return the steps of FORWARD or TRAIN in their order, to be called without gradients."""
+    """Return the steps of FORWARD or TRAIN in their order, {name: call}. Call them with grad mode off."""
     b, is_training = d.batches[0], op != FORWARD
     logits = F.linear(b.x, d.router)
     route = partial(api.route, k=d.case.top_k, normalize=d.case.top_k > 1)
@@ -100,9 +100,14 @@ def steps_of(d: LayerData, op: str) -> dict[str, Run]:
 class Part:
     """A part of the layer that is timed alone.
 
-    calls: by contestant; all compute the same, unless the second is a mere copy: then the first is compared with
-    `wanted`. bytes: the fewest, if they are the limit. The results of routing are checked by tests alone: ids and rows
-    are right or wrong.
+    Attributes:
+        name: the part's name.
+        case: the layer's sizes.
+        calls: functions to time, by contestant. All compute the same result, or the second is a plain copy.
+        flop: useful floating-point operations of a call; 0: not counted.
+        bytes: the fewest bytes that a call must move; 0: bytes are not its limit.
+        wanted: the right result of the first call. None: the second call's result, if there is a second. The results
+            of routing (ids and rows) are not compared here, only in tests.
     """
 
     name: str
@@ -113,7 +118,7 @@ class Part:
     wanted: Tensor | None = None
 
     def contestants(self) -> Iterator[Contestant]:
-        """Yield the contestants; the first one's result is compared with `wanted`, or with the second one's."""
+        """Yield the contestants; the first contestant's result is compared with `wanted`, or else with the second's."""
         _, second = (*self.calls.values(), None)[:2]
         wanted = second if self.wanted is None else lambda: self.wanted
         return of_calls(self.calls, next(iter(self.calls)), wanted, BACKWARD_ERROR, required=False)
@@ -171,17 +176,20 @@ def routing_parts(device: str = "cuda") -> Iterator[Part]:
 
 
 def memory(layer: Layer, d: LayerData, op: str) -> dict[str, int]:
-    """Return in bytes the peak of a call above the memory allocated before; for TRAIN also what is kept from forward to
-    backward, the result included.
+    """Return bytes of GPU memory: {"peak": peak of a call, above what was allocated before}.
 
-    It runs in a thread of its own, so that buffers which our operators keep for a thread's next call count as well.
+    For TRAIN there is also "kept": what forward leaves allocated for backward, the result included. The call runs in a
+    new thread, so buffers that our operators keep for the thread's next call count, too.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_memory, layer, d, op).result()
 
 
 def _memory(layer: Layer, d: LayerData, op: str) -> dict[str, int]:
-    """Measure a second call: what the first one compiles or tunes with does not count, but what it keeps does."""
+    """Measure the second call, for `memory`.
+
+    Memory that the first call keeps (buffers) counts; memory that it used only to compile or tune does not.
+    """
     b, call = d.batches[0], layer.call(d, op)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -212,7 +220,7 @@ def _eager_sampler(call: Call) -> Sampler:
 
 
 def _replay_sampler(call: Call, count: int, pool: Any = None) -> Sampler:
-    """Return a sampler of the device time of one of `count` calls that are replayed as one graph."""
+    """Return a sampler of the device time of one call: the time of one graph of `count` calls, divided by `count`."""
 
     def run() -> None:
         for number in range(count):
@@ -227,8 +235,9 @@ def _work(d: LayerData, op: str) -> Record:
 
 
 def _measure_op(d: LayerData, op: str, budget_s: float) -> Iterator[Record]:
-    """Yield an eager record, which also holds the memory, and, if the tokens are at most GRAPH_TOKENS, a replayed
-    one, without contestants that cannot be captured.
+    """Yield the record of eager calls, which also holds the memory; then, for few tokens, that of replayed graphs.
+
+    Graphs are measured for at most GRAPH_TOKENS tokens. Contestants that cannot be captured are left out there.
     """
     every, where = layers(), f"{d.case.label}, {op}"
     who = admitted(where, contestants(d, op, every))
@@ -267,8 +276,9 @@ def _part_times(calls: dict[str, Call], budget_s: float) -> Times:
 
 @torch.no_grad()
 def _measure_parts(parts: Iterator[Part], budget_s: float) -> list[Record]:
-    """Return the records of parts whose contestants are all right, each measured with a tenth of the budget: there are
-    some ten parts.
+    """Measure parts of a layer, and return their records; parts with a failed or wrong contestant are left out.
+
+    Each part gets a tenth of the budget, since there are about ten parts.
     """
     found = []
     for part in parts:

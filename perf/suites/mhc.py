@@ -71,9 +71,10 @@ class Moved(NamedTuple):
     """The fewest bytes of a direction.
 
     Attributes:
-        streams: vectors of C in bfloat16 a token. in_mxfp8: those in MXFP8, a byte an element and one for 32 of them.
-        coefficients: float32 a token.
-        weights: how often a float32 weight of the projection is read or written, whatever its dtype is.
+        streams: vectors of C bfloat16 elements a token.
+        coefficients: float32 numbers a token.
+        weights: how often the projection's weight is read or written, counted as float32 whatever its dtype is.
+        in_mxfp8: vectors of C MXFP8 elements a token: a byte for each element, and one for each 32 of them.
     """
 
     streams: int
@@ -87,7 +88,15 @@ class Moved(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An operator: our call, torch's, its inputs, and what forward and backward move; None: it has no backward."""
+    """An operator to measure.
+
+    Attributes:
+        op: the name.
+        ours, torchs: Glulam's operator, and the same in torch.
+        inputs: function that makes the inputs for a size.
+        moved: function that returns the fewest bytes (`Moved`) of forward and backward; None: it has no backward.
+        sizes: the sizes to measure.
+    """
 
     op: str
     ours: Callable[..., Any]
@@ -127,11 +136,12 @@ def _between_sublayers(z: Size) -> list[Tensor]:
 
 
 def _instructions(n: int) -> tuple[int, int]:
-    """Return the fewest instructions that Sinkhorn takes for a thread's matrix, forward and backward.
+    """Return the fewest instructions that Sinkhorn takes for one n x n matrix (one thread): (forward, backward).
 
-    Per iteration 2n lines, each a sum of n products, a reciprocal and two products; backward the same again with 2n
-    factors stored, then 2n lines of 2n + 1 products with the factors loaded. Around them, per element: difference,
-    maximum, exponential, two products and its share of memory; backward twice the products.
+    Forward, for each iteration: 2n lines (rows and columns), each a sum of n products, a reciprocal and two products.
+    Backward does the same again, with 2n factors stored, then 2n lines of 2n + 1 products, with the factors loaded.
+    Before and after the iterations, for each element: difference, maximum, exponential, two products, and loads and
+    stores; in backward twice as many products.
     """
     balance, back = 2 * n * (n + 3), 2 * n * (2 * n + 1)
     return ITERS * balance + 6 * n * n, ITERS * (balance + back + 4 * n) + 8 * n * n
@@ -211,7 +221,7 @@ def _error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def _backward_call(call: Callable[..., Any], given: list[Tensor]) -> Call:
-    """Return a call of autograd's backward of one recorded forward, which can be repeated."""
+    """Run forward once, and return a function of a call's number that runs autograd's backward of it, any often."""
     leaves = [t.detach().requires_grad_() for t in given]
     results = listed(call(*leaves))
     torch.manual_seed(GRADIENT_SEED)

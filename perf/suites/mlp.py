@@ -43,7 +43,13 @@ def measure_case(
 ) -> Iterator[Record]:
     """Yield one record for each operation, the forward's operations first.
 
-    alone: returns the times of contestants that do not take turns.
+    Args:
+        suite: the suite's name.
+        ops: operations to measure.
+        quack: a `quack.Quack`, or None.
+        alone: function that times each contestant alone. None: contestants are timed alternately.
+        case: the sizes.
+        budget_s: seconds of measuring.
     """
     for kernels, make in ((OPS, make_buffers), (KERNELS, lambda case: [make_training(case)])):
         wanted = [op for op in ops if op in kernels]
@@ -75,7 +81,10 @@ run_backward = partial(run_in_turns, "backward", KERNELS)
 
 
 def run_alone(call: Call, seconds: float, readings: Readings) -> dict[str, float]:
-    """Run one contestant alone for `seconds`; return the time of a call and the GPU's readings, both after settling."""
+    """Run one contestant alone for `seconds`; return the time of a call, and the GPU's clock and power.
+
+    Both are taken after the first SETTLING of the time, when clock and power have settled.
+    """
     begin = time.monotonic()
     settled, end = begin + SETTLING * seconds, begin + seconds
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

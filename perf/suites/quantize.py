@@ -30,7 +30,10 @@ BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One way to quantise x [rows, columns]; or, with `experts`, to fold w [experts, rows / experts, columns]."""
+    """One way to quantise x [rows, columns].
+
+    With `experts` it is one way to prepare weights [experts, rows / experts, columns] (`prepare_mxfp8_weight`).
+    """
 
     label: str
     rows: int

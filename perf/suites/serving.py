@@ -49,10 +49,13 @@ class Batch:
     """Tokens and their choices.
 
     Attributes:
-        x: [N, H]. weights: float32 [N, K]. out: [N, H], a buffer of results.
-        ids: int32 [N, K], places among the experts here, -1 of experts elsewhere.
-        world_ids: int32 [N, K], of the experts of all GPUs. expert_map: int32 [world], their places here or -1; None
-            if all experts are here.
+        x: tokens [N, H].
+        ids: int32 [N, K], the chosen experts, numbered among the experts on this GPU; -1: the expert is elsewhere.
+        weights: float32 [N, K].
+        out: [N, H], buffer for the result.
+        world_ids: int32 [N, K], the chosen experts, numbered over all GPUs.
+        expert_map: int32 [number of experts on all GPUs]: for each its number on this GPU, or -1. None: all experts
+            are here.
     """
 
     x: Tensor
@@ -64,7 +67,7 @@ class Batch:
 
     @property
     def here(self) -> Tensor:
-        """Return the ids of the choices whose experts are here, one for each row."""
+        """Return the ids of the choices whose experts are on this GPU, as a vector with one for each row."""
         return self.ids[self.ids >= 0]
 
 
@@ -76,8 +79,10 @@ class Experts:
     """One library's implementation of the experts.
 
     Attributes:
-        recipes: our recipes that it is compared with. weights: the recipe whose checkpoint format it reads.
-        make: prepares a model's weights w1 [E, 2I, H] and w2 [E, H, I] of that format, which it leaves unchanged.
+        recipes: our recipes with which it is compared.
+        weights: the recipe whose checkpoint format it reads.
+        make: function (case, w1 [E, 2I, H], w2 [E, H, I]), with weights of that format, which stay unchanged. It
+            prepares them, and returns a function that computes a Batch.
         bound: the largest error of a result that rounding explains.
     """
 
@@ -97,7 +102,7 @@ def make_weights(case: ServingCase, device: str = "cuda") -> tuple[Tensor, Tenso
 
 
 def in_format(recipe: str, w1: Tensor, w2: Tensor) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return both weights as a checkpoint of the recipe's format has them, and as our kernels read them."""
+    """Return ((w1, w2) as a checkpoint of the recipe's format has them, (w1, w2) as our kernels read them)."""
     if recipe == BF16:
         return (w1, w2), (w1, w2)
     (ready1, made1), (ready2, made2) = quantised(recipe, w1, is_gate=True), quantised(recipe, w2)
@@ -105,8 +110,9 @@ def in_format(recipe: str, w1: Tensor, w2: Tensor) -> tuple[tuple[Any, Any], tup
 
 
 def make_batch(case: ServingCase, device: str = "cuda") -> Batch:
-    """Return tokens with the K best of a softmax over random logits, whose weights sum to 1. The first token has expert
-    0 among its choices, so that a single token has an expert here.
+    """Return random tokens, with the K best of a softmax over random logits as their choices; weights sum to 1.
+
+    The first token has expert 0 among its choices, so that even a single token has an expert on this GPU.
     """
     generator = torch.Generator(device).manual_seed(case.seed)
     logits = normals(generator, torch.float32)(case.tokens, case.world)
@@ -148,7 +154,7 @@ def error(result: Tensor, reference: Tensor) -> float:
 
 
 def ours(recipe: Any) -> Experts:
-    """Return moe_of_choices by a recipe, as `ServedExperts` calls it, on weights as kernels read them."""
+    """Return our contestant: `moe_of_choices` with a recipe, on prepared weights, as `ServedExperts` calls it."""
 
     def make(case: ServingCase, w1: Any, w2: Any) -> OfBatch:
         experts, more = (case.experts, w1, w2), {"world_experts": case.world, "recipe": recipe}
@@ -178,7 +184,7 @@ class Model:
         self.formats: dict[str, Any] = {}
 
     def weights(self, recipe: str) -> Any:
-        """Both weights as a checkpoint has them, and as our kernels read them."""
+        """Return ((w1, w2) as a checkpoint of the recipe's format has them, (w1, w2) as our kernels read them)."""
         if recipe not in self.formats:
             self.formats[recipe] = in_format(recipe, *self.wide)
         return self.formats[recipe]

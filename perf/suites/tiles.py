@@ -83,7 +83,10 @@ def text(table: dict[str, Any]) -> str:
 
 
 def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED) -> Path:
-    """Write the table that ships, made from a result file; return its path. Raises ValueError for another suite's."""
+    """Write the table that ships, made from a result file of suite "tiles"; return the table's path.
+
+    Raises ValueError for a result of another suite.
+    """
     result = read(source)
     if result["suite"] != "tiles":
         raise ValueError(f"{source} is a result of suite {result['suite']!r}; a table is made of one of 'tiles'")
@@ -98,7 +101,10 @@ def rough_us(case: Case, op: str) -> float:
 
 
 def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]]:
-    """Return what to measure, coarse numbers of rows an expert first: those that are even powers of two."""
+    """Return the pairs (case, contest) to measure, even powers of two of rows an expert first.
+
+    So if the budget ends early, every other power of two is missing.
+    """
     models = select([*PREFILL, *OTHER_MODELS], options.case)
     cases = sweep(models, options.rows_per_expert or DOUBLINGS, options.routings or EVEN_AND_SKEWED)
     found = [
@@ -111,7 +117,7 @@ def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]
 
 
 def right_kernels(case: Case, contest: Contest) -> list[str]:
-    """Return the kernels whose results are right on a skewed case of few rows; warn of every other one."""
+    """Return the names of the kernels whose results are right on a skewed case of few rows; warn of each that is not."""
     small = dataclasses.replace(case, rows=CHECK_ROWS * case.experts, routing="dirichlet")
     sets = make_sets(small, contest.op, contest.spec, 1)
     return list(admitted(f"{case.name}, {contest.op}", contestants(sets, contest.competing)).calls)
@@ -135,8 +141,9 @@ def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> 
 
 
 def measure_all(waiting: list[tuple[Case, Contest]], budget_s: float) -> Iterator[Record]:
-    """Yield a record for each contest that fits the budget. A kernel that breaks the GPU ends the sweep with a warning:
-    what was measured before is kept.
+    """Yield a record for each contest that fits the budget.
+
+    A kernel that breaks the GPU ends the sweep with a warning; records that were yielded before are kept.
     """
     deadline = time.perf_counter() + budget_s
     right: dict[tuple[str, str], list[str]] = {}
