@@ -261,8 +261,8 @@ def build(
     Args:
         specs: the functions to export, all for one architecture.
         out: the folder that holds bundles, made if missing. At the end the new bundle replaces one that is there.
-        jobs: the largest number of compile processes. None: see `default_jobs`.
-        progress: show progress on standard error: a bar in a terminal, otherwise a line every few seconds.
+        jobs: the largest number of compile processes. None: one for each usable CPU, at most 32.
+        progress: True: show progress on standard error: a bar in a terminal, otherwise a line every few seconds.
         tracer: "module:function" of a function spec -> (jitted function, fake arguments). None: the kernels' own
             tracers.
         allowed: for each spec name, the compiler complaints to let pass. None: the architecture's ALLOWED_DIAGNOSTICS.

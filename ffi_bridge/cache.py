@@ -71,7 +71,7 @@ def cache_key(
         spec: the spec.
         tracer: "module:function" that traces the spec. None: the kernels' own tracer.
         hashes: the result of `sources_of`, if the caller has it. None: computed here.
-        has_ptx: the key is for an object that is kept together with its PTX.
+        has_ptx: True: the key is for an object that is kept together with its PTX.
         machine: the CPUs for which host code is made. None: this machine's.
     """
     compiler = [(machine or host.here()).baseline, toolchain.code_versions()]
@@ -91,9 +91,10 @@ def sources_of(
 
     Args:
         spec: the function's spec.
-        tracer: see `cache_key`.
+        tracer: "module:function" that traces the spec. None: the kernels' own tracer.
         known: the sources of the tracers' package. None: this call lists them.
-        of_object: return the hashes for a stage's object, which ignore comments, docstrings and line layout.
+        of_object: True: return the hashes for a stage's object, which ignore comments, docstrings and line layout.
+            False: hashes of whole files.
     """
     tracers = [sources.tracer_of(stage, tracer) for stage in stages_of(spec)]
     known = known or sources.of(sources.package_of(tracers[0]))
@@ -114,7 +115,9 @@ def load(
 
     Args:
         entry: the folder that holds <arch>/.
-        spec, tracer, hashes: see `cache_key`.
+        spec: the function's spec.
+        tracer: "module:function" that traces the spec. None: the kernels' own tracer.
+        hashes: the result of `sources_of`, if the caller has it. None: computed here.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded.
@@ -126,7 +129,7 @@ def load(
 def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
     """Return a spec's cached function, verified and loaded; None if there is no usable entry.
 
-    tracer: see `cache_key`.
+    tracer: "module:function" that traces the spec. None: the kernels' own tracer.
     """
     with contextlib.suppress(BundleError):
         hashes = sources_of(spec, tracer)  # once: looking at every file is most of what finding takes
@@ -299,7 +302,7 @@ def _examine(folder: Path, marked: bool, pattern: re.Pattern[str]) -> Entry | No
     Args:
         folder: the folder.
         marked: the cache's folder has Glulam's mark. False: the folder is an entry only if its manifest fits its name.
-        pattern: see `_verify`.
+        pattern: the kind of entries: `manifest.LIBRARY` (linked kernels) or `manifest.OBJECT` (objects).
     """
     try:
         files = _files(folder)
@@ -383,7 +386,7 @@ def remove(entry: Entry, pattern: re.Pattern[str] = manifest.LIBRARY) -> bool:
 
     Args:
         entry: an entry that `entries` yielded.
-        pattern: see `entries`.
+        pattern: the kind of entry: `manifest.LIBRARY` (linked kernels) or `manifest.OBJECT` (objects).
 
     Returns:
         True if the entry was removed. If it cannot be removed, a RuntimeWarning says why.
@@ -411,7 +414,8 @@ def clear(
     """Remove entries, and folders that killed compiles left. Return the removed entries.
 
     Args:
-        root, pattern: see `entries`.
+        root: the folder of the entries. None: `cache_root()`, which holds linked kernels.
+        pattern: the kind of entries: `manifest.LIBRARY` (linked kernels) or `manifest.OBJECT` (objects).
         states: the states (`Entry.state`) of the entries to remove.
     """
     root = root or cache_root()

@@ -43,9 +43,9 @@ def get(
 
     Args:
         spec: any spec; the bundle is not searched.
-        tracer: "module:function", spec -> (jitted function, fake arguments). None: the kernels' own for this spec.
+        tracer: "module:function", a function spec -> (jitted function, fake arguments). None: the kernels' own.
         worker: a compile process for this tracer. None: one is started for this spec.
-        strict: refuse code that spills registers or whose wgmma the compiler serialised, instead of warning.
+        strict: True: refuse code that spills registers or whose wgmma the compiler serialised. False: warn.
 
     Returns:
         The exported function.
@@ -69,7 +69,7 @@ class Maker:
     Attributes:
         tracer: "module:function" that traces the specs. None: the kernels' own tracer for each spec.
         worker: the compile process to use. None: one is started for each spec.
-        strict: refuse code that spills registers or whose wgmma the compiler serialised, instead of warning.
+        strict: True: refuse code that spills registers or whose wgmma the compiler serialised. False: warn.
     """
 
     tracer: str | None
@@ -107,7 +107,7 @@ def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]
 
     Args:
         spec: the spec.
-        tracer: see `cache.cache_key`.
+        tracer: "module:function" that traces the spec. None: the kernels' own tracer.
         maker: compiles the kernel.
     """
     root, key = cache_root(), cache_key(spec, tracer)

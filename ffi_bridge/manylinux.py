@@ -35,7 +35,7 @@ def needed_glibc(described: str) -> Glibc:
     """Return the newest glibc version that a library's symbols need; (0, 0) if they need none.
 
     Args:
-        described: the library's headers, see `_described`.
+        described: the library's headers, as `objdump -p` prints them.
 
     Raises:
         ToolchainError: symbols need versions of something other than glibc.
@@ -48,7 +48,7 @@ def needed_glibc(described: str) -> Glibc:
 
 
 def needed_libraries(described: str) -> list[str]:
-    """Return the libraries, other than glibc's, that a library needs. `described`: its headers, see `_described`."""
+    """Return the libraries, other than glibc's, that a library needs. `described`: its headers from `objdump -p`."""
     needed = re.findall(r"^ +NEEDED +(\S+)$", described, re.MULTILINE)
     return [name for name in needed if not name.startswith(_GLIBC)]
 

@@ -46,7 +46,7 @@ def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
     """Make a `scratch` folder that no other user can replace by another folder.
 
     The folder lies in `root`, or in the folder for temporary files if other users may rename entries of `root`.
-    prefix: see `scratch`.
+    prefix: the beginning of the new folder's name, by which `sweep` finds the folder if this process is killed.
     """
     place = Path(os.path.realpath(root))
     if not folders.only_ours(place):
@@ -74,7 +74,7 @@ def install(made: Path, target: Path, prefix: str) -> None:
     Args:
         made: a folder of folders of files, in a `private_scratch` for the target's folder.
         target: the new path.
-        prefix: the beginning of a temporary name in the target's folder, see `scratch`.
+        prefix: the beginning of a temporary name in the target's folder, by which `sweep` finds it.
 
     Raises:
         OSError: `made` cannot be moved or copied.

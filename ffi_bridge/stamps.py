@@ -37,7 +37,7 @@ def _file(arch: str, gpu: str, library: str) -> Path:
 
 
 def _text(arch: str, gpu: str, library: str) -> bytes:
-    """Return the expected content of a stamp. For the arguments see `_file`."""
+    """Return the expected content of the stamp for an architecture, a GPU's name and a library's sha256."""
     return f"`glulam validate` of {__version__} passed on a {gpu} with the {arch} library {library}.\n".encode()
 
 

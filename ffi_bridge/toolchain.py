@@ -194,7 +194,7 @@ def binary_tool(name: str, machine: Host | None = None) -> str:
 
     Args:
         name: the program.
-        machine: see `c_compiler`.
+        machine: the machine that the code is for. None: this one.
 
     Raises:
         ToolchainError: there is no such program, or no C compiler.

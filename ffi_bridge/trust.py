@@ -24,7 +24,7 @@ class Trust:
     Attributes:
         owners: user ids that may own the folders and files. None: any owner.
         shared: write bits of group and others that are allowed.
-        follows: names below the bundle's root may be symbolic links.
+        follows: True: names below the bundle's root may be symbolic links.
     """
 
     owners: frozenset[int] | None
@@ -103,7 +103,7 @@ def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
     Args:
         root: a folder that may be shared, and may be a link.
         names: folders below `root`, one inside the other.
-        make: make the folders that are missing.
+        make: True: make the folders that are missing.
 
     Raises:
         BundleForeign: another user owns one of the folders below the root, or may write it.
@@ -131,7 +131,8 @@ def opened(file: Path, required: Trust | None = None) -> Iterator[int]:
         required: the requirements. None: `of(root)`.
 
     Raises:
-        BundleForeign, OSError: see `Trust.opened`.
+        BundleForeign: a folder or the file belongs to another user, or another user may write it.
+        OSError: a folder or the file cannot be opened, or is a symbolic link that must not be followed.
     """
     folder = file.parent
     trust = required or of(folder.parent)

@@ -154,11 +154,13 @@ def check(
     """Return the manifest in `folder` after every check that does not read the library.
 
     Args:
-        folder, arch, sources, spec, pattern: the folder, and what its manifest must have; see `verify`.
+        folder: the folder that holds manifest.json and the library.
+        arch, sources, spec, pattern: architecture, source hashes, only function and file name that the manifest must
+            have (arguments of `verify`).
         machine: the kind of machine that the host code must be for. None: this machine's.
 
     Raises:
-        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: see `verify`.
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: a check failed; the message names the mismatch.
     """
     manifest = read(folder)
     if manifest.arch != arch:
@@ -232,7 +234,9 @@ def checked(
 
     Args:
         use: the function to call; it raises BundleDamaged if files do not fit the manifest.
-        folder, arch, sources, spec, pattern: the folder, and what its manifest must have; see `verify`.
+        folder: the folder that holds manifest.json and the library.
+        arch, sources, spec, pattern: architecture, source hashes, only function and file name that the manifest must
+            have (arguments of `verify`).
     """
     while True:
         manifest = check(folder, arch, sources, spec, pattern)

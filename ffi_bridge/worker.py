@@ -42,7 +42,7 @@ class Worker:
         directory: the folder for objects and the process's log. It is the process's working directory, from which it
             imports nothing.
         tracer: "module:function" that turns a spec into a traced function. None: the kernels' own tracer for each spec.
-        keep_ptx: write the texts of `kept_ptx` beside each object.
+        keep_ptx: True: write PTX and the host function (`kept_ptx`) beside each object.
         machine: the CPUs for which host code is made. None: this machine's.
 
     Attributes:

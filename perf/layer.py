@@ -220,7 +220,7 @@ class Layer:
 
 
 def contestants(d: LayerData, op: str, layers: Sequence[Layer]) -> Iterator[Contestant]:
-    """Yield the contestants that compute FORWARD or TRAIN. Call number n of each computes batch n modulo their count."""
+    """Yield the contestants that compute FORWARD or TRAIN. Their calls go through the batches one after the other."""
 
     @functools.lru_cache(maxsize=1)  # one at a time, for room
     def wanted(glu_layout: str) -> Results:

@@ -97,7 +97,7 @@ class Quack:
         return {"fc1": gated, "fc2": rows, "dglu": gated, "dgrad": rows, "dw1": plain, "dw2": plain}
 
     def _choice(self, kernel: str, sets: Sequence[Any]) -> tuple[Config, Tuning | None]:
-        """Return (a kernel's configuration for these tensors, the record of its choice); (None, None) without tuning."""
+        """Return (a kernel's configuration for these tensors, record of the choice); (None, None) without tuning."""
         if self.mode not in TUNED_MODES:
             return None, None
         b = sets[0]

@@ -126,7 +126,7 @@ def _head(lines: list[str]) -> Result:
 
 
 def _records(lines: list[str]) -> Iterator[Record]:
-    """Yield the records of a table. Consecutive lines that differ only in the contestant and its times are one record."""
+    """Yield the records of a table. Consecutive lines that differ only in the contestant's columns are one record."""
     header, *table = csv.reader(lines)
     own = header.index(CONTESTANT)
     groups: list[dict[str, list[str]]] = []

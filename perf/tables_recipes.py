@@ -93,7 +93,7 @@ def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
     """Return ratios that portable kernels reach in a case, by what they are compared with.
 
     Prefill: {MMA_ALONE: FLOP rate over that of mma.sync alone}. Decoding: the rate of bytes over a device copy's, and
-    the MLP's time with weights in MXFP8 over its time in 16 bits (as `ratio`: above 1, 16 bits are faster).
+    the MLP's time in 16 bits over its time with weights in MXFP8 (above 1: MXFP8 is faster).
     """
     us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
     if not cells.case_of(record).decode:

@@ -117,7 +117,7 @@ def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]
 
 
 def right_kernels(case: Case, contest: Contest) -> list[str]:
-    """Return the names of the kernels whose results are right on a skewed case of few rows; warn of each that is not."""
+    """Return the names of the kernels whose results are right on a skewed case of few rows; warn of all others."""
     small = dataclasses.replace(case, rows=CHECK_ROWS * case.experts, routing="dirichlet")
     sets = make_sets(small, contest.op, contest.spec, 1)
     return list(admitted(f"{case.name}, {contest.op}", contestants(sets, contest.competing)).calls)

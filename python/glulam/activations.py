@@ -228,7 +228,7 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return (gradient of h, activation of h) from dm [T, I], the gradient of the activation's result.
 
-    Other arguments: see `activate`.
+    h [T, 2I or I] is the preactivation; the other arguments are the activation, its column layout and its constants.
     """
     value, *slopes = FORMULAS[activation].with_slopes(TORCH, *_parts(h, activation, glu_layout), *numbers)
     first, *others = (dm * slope for slope in slopes)

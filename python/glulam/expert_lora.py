@@ -193,7 +193,7 @@ def _experts_first(name: str, matrix: Any, experts: int, grouped_by_expert: bool
     Args:
         name: "a1", "b1", "a2" or "b2".
         experts: E.
-        grouped_by_expert: see `from_peft`.
+        grouped_by_expert: True: the r columns of an expert in lora_B are adjacent. False: column j is of expert j % E.
     """
     is_a = name in ("a1", "a2")
     form, dim = ("[E r, in]", 0) if is_a else ("[out, r E]", 1)

@@ -76,7 +76,8 @@ class Chooser:
 
     Args:
         problem: any of these problems.
-        arch, gpu: see `choose`.
+        arch: the architecture, e.g. "sm90".
+        gpu: the GPU's name, by which tuned tables are found. "": no tuned table is read.
     """
 
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:

@@ -102,7 +102,7 @@ def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:
     The functions for different numbers of rows may differ only in their tiles.
 
     Raises:
-        BundleError: see `find`.
+        BundleError: there is no usable bundle, or it lacks a chosen kernel that `compile` has not made either.
     """
     key = gpu, problem.key_without_rows
     found = _serving.find(key)

@@ -140,7 +140,7 @@ def tables() -> list[Path]:
 
 
 def _preferences(place: Path) -> list[Path]:
-    """Return the *.json files of folder `place`, which may be preferences."""
+    """Return the *.json files of the folder `place`; each may hold preferences, which is checked when it is read."""
     return sorted(place.glob("*.json"))
 
 

@@ -97,12 +97,12 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
     """Return the families (specs without tiles, `family_of`) of all kernels that can serve a problem.
 
-    The result is the one of `families_of`, made from a spec that is known already. The families differ only in the set
-    of activations and the set of gate layouts that a kernel serves.
+    `families_of` returns the same, but this function starts from a spec that is known already. The families differ
+    only in the set of activations and the set of gate layouts that a kernel serves.
 
     Args:
-        spec: a kernel that serves the problem, with any tile. All fields except these two come from it.
-        problem: has the activation and the gate layout that the two sets must contain.
+        spec: a kernel that serves the problem, with any tile. The families have all its fields except the two sets.
+        problem: its activation and gate layout must be in the two sets.
     """
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Return the names of the sets in `forms` that contain `name`, smallest set first.
+    """Return the names of the sets in `forms` that contain `name`, the smallest set first; [] if none does.
 
     Args:
         forms: {name of a set: the activations, or gate layouts, that one compiled kernel serves}.

@@ -66,7 +66,7 @@ SERVED = {
 
 
 class Fp8(NamedTuple):
-    """Description of an FP8Experts module's weights when its plan (`transformers.Plan`) was made.
+    """Description of an FP8Experts module's weights when its plan (`transformers.Plan`: constants of calls) was made.
 
     It serves to find the recipes, and to notice later changes.
 

@@ -37,7 +37,7 @@ OP = "moe"
 class OfWorld(Call):
     """Base of calls with a layer's rows. Their kernels are chosen for the number of rows expected on this rank.
 
-    `world_experts`: number of experts on all ranks, see `Routing`; 0: all choices are expected on this rank.
+    `world_experts`: number of experts on all ranks among which the tokens choose; 0: all choices are expected here.
     """
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
@@ -72,7 +72,7 @@ def expert_rows(
 ) -> Any:  # fmt: skip
     """Return `grouped_mlp` of a layer's rows, one for each choice of a token. Not differentiable.
 
-    `world_experts`: see `Routing`.
+    `world_experts`: number of experts on all ranks among which the tokens choose; 0: all choices are expected here.
     """
     raise NotImplementedError  # `front` writes the body
 

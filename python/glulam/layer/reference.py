@@ -97,7 +97,8 @@ def route_backward(
 def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
     """Return the local number of each choice's expert, int64. A number outside of 0 .. E - 1 means: not on this rank.
 
-    expert_map, first: see `Routing.from_topk`.
+    expert_map: the local number of the expert with each id, indexed by id - `first`; ids outside the map get -1. None:
+    the local number is id - `first`.
     """
     places = ids.long() - first
     if expert_map is None:

@@ -386,7 +386,7 @@ def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor)
     Args:
         d_weights: gradient of the result `weights` [N, K]; None: the result was not used.
         d_rows: gradient of the result `weight_of_row` [T]; None: the result was not used.
-        row_of: see `Routing`.
+        row_of: int32 [N, K], the row of each choice; -1: no row.
     """
     if d_rows is None:
         return d_weights

@@ -124,7 +124,7 @@ class AdaptedPath(DataPath):
     ) -> Tensor:
         """Return dx, with a row for each row of dpreact (dh).
 
-        d_low: dlow1; None: w1 has no adapter. targets: see `DataPath._gradients`.
+        d_low: dlow1; None: w1 has no adapter. targets: buffers for gradients; None: dx is a new tensor.
         """
         w1 = saved["w1"]
         out = None if targets is None else targets.new_grad_input(dpreact, contracted(w1, self.transpose_w))

@@ -105,7 +105,7 @@ def low_rank(
         x: rows [T, K].
         a, b: [E, r, K] and [E, N, r], in x's dtype or float32. Kernels take widths that are multiples of 8, so r is
             padded with zeros to the next multiple.
-        groups: the group sizes; see `Groups`.
+        groups: the group sizes, as {"offs": ...} or {"splits": ...}.
         rows: int32 [T], row t is x[rows[t]]; None: rows are in order.
         kept: tensors from which x can be recomputed for the gradient of a; None: x itself is saved.
         out: the result's buffer; None: a new one.

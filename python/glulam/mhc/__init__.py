@@ -1,8 +1,9 @@
 """Manifold-constrained hyper-connections (mHC): n residual streams instead of one residual vector per token.
 
-A token's state is n streams [n, C] (in `boundary` [n, D]). Coefficients are computed from the streams. They weigh the
-sum that a sublayer reads, and mix the streams when the sublayer's output is added. The mixing matrices are made doubly
-stochastic by Sinkhorn steps.
+A token's state is n streams [n, C] (in `boundary` [n, D]). Coefficients are computed from the streams: `pre` [n] are
+the weights of the sum of streams that a sublayer reads; `post` [n] and `res` or `comb` [n, n] update the streams with
+the sublayer's output. The matrices are made doubly stochastic by Sinkhorn steps. In `project` each of the three has a
+trained factor, its alpha.
 """
 
 from .boundary import BoundaryResults, boundary

@@ -1,5 +1,8 @@
 """boundary: from one sublayer's output to the next sublayer's input, with hyper-connections as DeepSeek-V4.1 has them.
 
+A boundary lies between two sublayers. It updates the n streams with the output y of the first, and makes the input x of
+the second: the mix (weighted sum) u of the updated streams, normalised.
+
 The mix uses coefficients that the previous boundary computed, so it need not wait for new ones. Therefore one pass over
 the streams serves all four steps: their update, the mix, the mix's norm, and the projection that makes the next
 coefficients.
@@ -140,8 +143,8 @@ class BoundaryCall(MhcCall):
     """A call of boundary.
 
     Attributes:
-        of_stats: return `stats`, which backward needs.
-        of_x: return x in 16 bits.
+        of_stats: True: return `stats` (norms and projections of each token), which backward needs.
+        of_x: True: return x in 16 bits.
         x_block: number of columns of x in MXFP8 that share a scale, for the results `x_data` and `x_scale`; 0: x is not
             quantised.
     """

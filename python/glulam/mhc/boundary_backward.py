@@ -62,7 +62,8 @@ def boundary_backward(
 
     Args:
         d_new_streams, d_x, d_new_pre, d_new_post, d_new_comb: gradients of boundary's results. None: there is none.
-        x, stats: results of `boundary_streams`.
+        x, stats: results of `boundary_streams`: the next sublayer's input [..., D]; norms and projections of each token
+            [..., n n + 2n + 2].
         Others: see `boundary`. If y is None, of_y, of_post and of_comb must be False; if d_x is None, of_pre and
             of_norm_weight.
     """

@@ -21,7 +21,7 @@ class QuantizedBoundaryResults(NamedTuple):
     """Results of `boundary` with x in MXFP8; for the attributes that are not listed, see `BoundaryResults`.
 
     Attributes:
-        x: [..., D] in the streams' dtype; None without `return_x`.
+        x: [..., D] in the streams' dtype, the next sublayer's input; None without `return_x`.
         x_mxfp8: [..., D], x quantised along its rows, with plain scales.
     """
 
@@ -87,7 +87,7 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def in_mxfp8(data: Tensor, scale: Tensor, x_block: Any) -> MXFP8Tensor:
-    """Return x as an MXFP8Tensor, from its elements and scales. x_block: see `boundary`."""
+    """Return x as an MXFP8Tensor, from its elements and scales. x_block: "1x32" or "1x128", the block of a scale."""
     make = MXFP8Tensor if is_dynamo_compiling() else MXFP8Tensor.unchecked
     made: MXFP8Tensor = make(data, scale, "row", x_block, "plain")
     return made

@@ -73,7 +73,7 @@ def check_streams(
 ) -> tuple[tuple[int, ...], int, int]:  # fmt: skip
     """Check that `value` is a tensor of streams [..., n, C]; return its leading shape, n and C.
 
-    counts: see `check_count`.
+    counts: the values of n that kernels support (see `check_count`).
     """
     x = check_tensor(op, name, value, "streams [..., n, C]")
     check_dtype(op, name, x)

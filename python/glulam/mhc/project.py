@@ -279,7 +279,7 @@ def project_streams(
     stats holds p = x_flat weight^T, then the root mean square of the token's n streams.
 
     Args:
-        of_stats: return stats, which backward needs. False: None in its place.
+        of_stats: True: return stats, which backward needs. False: return None instead.
         h_pre, h_post, h_res: buffers for the results. None: new tensors.
         Others: see `project`.
     """
@@ -298,8 +298,9 @@ def project_backward(
     Args:
         d_pre, d_post, d_res: gradients of the results. None: there is none.
         stats: the fourth result of `project_streams`.
-        d_aggregate, h_pre, d_residual: addends of d_x, see `ProjectBackwardCall`. None: not added.
-        of_x, of_weight: d_x and d_weight are wanted; None is returned for one that is not.
+        d_aggregate, h_pre, d_residual: gradients [..., C] of aggregate's result and [..., n, C] of post_mix's streams,
+            and aggregate's coefficients [..., n]: h_pre d_aggregate and d_residual are added to d_x. None: not added.
+        of_x, of_weight: True: compute d_x, d_weight. False: return None instead.
     """
 
 
@@ -312,7 +313,8 @@ def parameter_gradients(
         saved: project's arguments, then stats (see `project_streams`).
         eps: project's eps.
         needed: for each of these arguments, True if its gradient is needed.
-        given: d_pre, d_post, d_res, d_aggregate, h_pre and d_residual, see `project_backward`.
+        given: gradients of project's results (d_pre, d_post, d_res), and addends of x's gradient (d_aggregate, h_pre,
+            d_residual), all as `project_backward` takes them.
     """
     _, _, *alphas, bias, _ = saved
     made = project_backward(*given[:3], *saved, *given[3:], eps, *needed[:2])  # type: ignore[arg-type, call-arg]

@@ -100,7 +100,10 @@ def segments(n: int) -> tuple[slice, slice, slice]:
 
 
 def spread(alphas: tuple[Tensor, Tensor, Tensor], n: int) -> Tensor:
-    """Return the factor (alpha) of each row of `weight`, as one vector of n n + 2n elements."""
+    """Return the factor (alpha) of each row of `weight`, as one vector of n n + 2n elements.
+
+    alphas: (alpha_pre, alpha_post, alpha_res), one element each; they belong to n, n and n n rows.
+    """
     return torch.cat([wide(a).reshape(1).expand(size) for a, size in zip(alphas, (n, n, n * n), strict=True)])
 
 

@@ -137,13 +137,13 @@ def gate_gradients(
         d_act: [T, I], the gradient of the scaled activation.
         preact: h, [T, 2I or I].
         row_scale: [T]. None: no scale.
-        of_row_scale: the gradient of the row scale is wanted.
+        of_row_scale: True: also compute the gradient of the row scale.
         groups: the group sizes, as {"offs": ...} or {"splits": ...}.
         activation, glu_layout, numbers: the activation, see `grouped_glu`.
 
     Returns:
-        The gradient of h in h's dtype; the gradient of the row scale, zero after the last group, or None if it is not
-        wanted or there is no scale.
+        (gradient of h, in h's dtype; gradient of the row scale [T], zero after the last group). The latter is None
+        without of_row_scale or without a scale.
     """
     of_row_scale = of_row_scale and row_scale is not None
     function = activation, glu_layout, _packed(**numbers)

@@ -68,8 +68,8 @@ def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts
 
     Args:
         recipe: the recipe's name.
-        trained: a weight requires a gradient, so a graph that is being captured prepares the weights at every replay;
-            see `PreparedWeights.get`.
+        trained: True: a weight requires a gradient, so a graph that is being captured prepares the weights at every
+            replay. False: a weight must be prepared before a capture.
     """
     form, get = _form(recipe, "weights"), prepared.PREPARED.get
     return get(form, Parts(w1), trained), get(form, Parts(w2), trained)
@@ -81,8 +81,8 @@ def weights_backward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Part
     Args:
         recipe: the recipe's name.
         w1: None: dx is not wanted, and None is returned for w1.
-        trained: a weight requires a gradient, so a graph that is being captured prepares the weights at every replay;
-            see `PreparedWeights.get`.
+        trained: True: a weight requires a gradient, so a graph that is being captured prepares the weights at every
+            replay. False: a weight must be prepared before a capture.
     """
     form, get = _form(recipe, "gradient_weights"), prepared.PREPARED.get
     return None if w1 is None else get(form, Parts(w1), trained), get(form, Parts(w2), trained)
@@ -209,7 +209,7 @@ def forward(
     """Compute grouped_mlp in MXFP8 and return (y, h): the result (in `out` if given) and the preactivation.
 
     Args:
-        trained: a weight requires a gradient; see `PreparedWeights.get`.
+        trained: True: a weight requires a gradient, so a captured graph prepares the weights at every replay.
         Others: see `grouped_mlp`.
     """
     raise NotImplementedError  # `front` writes the body
@@ -228,7 +228,7 @@ class GradientsCall(Call):
 
     Attributes:
         out: buffer for dx. None: a new tensor.
-        input_grad: dx is wanted.
+        input_grad: True: compute dx.
         row_of: [num_tokens, K], the row of each token's choice, for a call of a layer: dx is then summed by token.
             None: the call is not of a layer; dx has a row for each row of dy.
     """
@@ -356,8 +356,8 @@ def backward(
         preact: h as returned by `forward`.
         w1: may be None without input_grad.
         rows: indices of rows of dy, see `grouped_dglu`; dx has the selected rows. None: rows of dy lie in order.
-        trained: a weight requires a gradient; see `PreparedWeights.get`.
-        input_grad, row_scale_grad: dx and d_row_scale are wanted.
+        trained: True: a weight requires a gradient, so a captured graph prepares the weights at every replay.
+        input_grad, row_scale_grad: True: compute dx, d_row_scale. False: the result has None instead.
         out: buffer for dx. None: a new tensor.
         Others: see `grouped_mlp`.
     """
