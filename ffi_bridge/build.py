@@ -60,7 +60,7 @@ def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[st
 
 
 def _refuse(lines: list[str]) -> None:
-    """Raise CompileError that quotes the first of `lines`, the result of `complaints`; do nothing if there are none."""
+    """Raise CompileError that quotes the first of `lines`, texts of compiler complaints; [] does nothing."""
     if lines:
         rest = [f"... and {len(lines) - _MAX_COMPLAINTS} more"] if len(lines) > _MAX_COMPLAINTS else []
         raise CompileError(

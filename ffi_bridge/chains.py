@@ -1,8 +1,8 @@
 """Compile chains: exported C functions that call several stages in turn, generated when a bundle is linked.
 
 A stage is a function that is compiled on its own; a step is one call of a stage by a chain. For each step, a table says
-where the stage's arguments come from: the chain's TVM-FFI arguments, properties of its tensors, or constants. Stages
-check their arguments, so the chain does not, and no name is looked up during a call: a step adds some 10 ns.
+where the stage's arguments come from: the chain's TVM-FFI arguments, properties of the chain's tensors, or constants.
+Stages check their arguments, so the chain does not, and no name is looked up during a call: a step adds some 10 ns.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def remedy(place: Path, options: str = "") -> str:
     the machine that it runs on.
 
     Args:
-        place: the bundle's folder <root>/<arch>, or a file in that folder.
+        place: path of the bundle's folder <root>/<arch>, or of a file in that folder.
         options: further options of the command, with a leading space.
     """
     arch = next((f" --arch {name}" for name in (place.name, place.parent.name) if name in ARCHS), "")

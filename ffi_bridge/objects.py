@@ -78,8 +78,8 @@ class Store:
     Args:
         tracer: "module:function" for every spec. None: the kernels' own tracer for each spec.
         quiet: True: do not warn if the store cannot be used.
-        keep_ptx: True: with each object, keep the texts of `kept_ptx` as <spec.name>.ptx and .mlir beside the object. Such
-            objects have separate keys.
+        keep_ptx: True: with each object, keep the texts of `kept_ptx` as <spec.name>.ptx and .mlir beside the object.
+            Such objects have separate keys.
         machine: the CPUs for which host code is made. None: this machine's.
     """
 

@@ -166,7 +166,7 @@ class Sources:
     def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
         """Return hashes of the parts of module `stages.FORMULAS` (tables of activations' formulas) that a closure uses.
 
-    A closure is a module with all that it imports, directly or indirectly.
+        A closure is a module with all that it imports, directly or indirectly.
 
         The parts are the names that the closure uses and, if a module of the closure evaluates formulas, the rows
         `formulas`.

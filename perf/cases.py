@@ -106,7 +106,7 @@ class LayerCase:
         return self.mlp.flop(LAYER if op == TRAIN else "mlp")
 
     def bytes(self, active_experts: int) -> int:
-        """Return the fewest bytes of a forward: weights, x and y once, what passes between kernels twice."""
+        """Return the fewest bytes of a forward: weights, x and y once; tensors between kernels twice."""
         weights = 3 * active_experts * self.hidden * self.intermediate
         tokens, rows = self.tokens * self.hidden, self.rows * (self.hidden + self.intermediate)
         return BYTES_PER_ELEMENT * (weights + 2 * tokens + 2 * rows)

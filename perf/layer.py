@@ -46,9 +46,16 @@ WEIGHTS = slice(3, 5)  # places of the weights' gradients in a training's result
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Tokens x [N,H] and the gradient of their results d_y [N,H]; and the same as rows sorted by expert, for the MLP
-    alone: rows and d_rows [T,H], offs int32 [E], weights float32 [T], token int64 [T], each row's token. x, rows and
-    weights are autograd leaves.
+    """A batch of tokens, and the same tokens as rows sorted by expert, for contestants that compute only the MLP.
+
+    Attributes:
+        x, d_y: [N, H], the tokens, and the gradient of their results.
+        rows, d_rows: [T, H], the same for each row.
+        offs: int32 [E], each expert's end.
+        weights: float32 [T], the router's weight of each row.
+        token: int64 [T], each row's token.
+
+    x, rows and weights are autograd leaves.
     """
 
     x: Tensor
@@ -120,7 +127,10 @@ def _batch(case: LayerCase, router: Tensor, random: Random) -> Batch:
 
 
 def make_layer(case: LayerCase, device: str = "cuda") -> LayerData:
-    """The case's tensors, normal random with logits and results of scale 1, the same for the same case and seed."""
+    """Return the case's tensors: normal random, scaled so that logits and results have scale 1.
+
+    The same case and seed give the same tensors.
+    """
     random = normals(torch.Generator(device).manual_seed(case.seed))
     router = random(case.experts, case.hidden, scale=case.hidden**-0.5)
     router[:, 0] = torch.tensor(logit_offsets(case))

@@ -1,8 +1,8 @@
 """One layer's experts: tensors of a case, and what our operators, torch and cuBLAS compute on them, by operation.
 
-All compute the same (SwiGLU, no bias; a row scale in the backward only), so that nobody is charged for what a peer
-cannot do. torch's are written as one writes them without a fused kernel. "dense" is cuBLAS on one matrix of the same
-FLOP, without groups or activation: what grouping and fusing cost. T rows, E experts, H hidden, I intermediate.
+All compute the same (SwiGLU, no bias; a row scale in the backward only), and nothing that a peer does not support.
+torch's are written as usual without a fused kernel. "dense" is cuBLAS on one matrix of the same FLOP, without groups or
+activation; it shows what grouping and fusing cost. T rows, E experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations

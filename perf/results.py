@@ -34,7 +34,7 @@ Result = dict[str, Any]
 def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], records: list[Record]) -> Result:
     """Return the content of a result file: the suite's name, how it was measured, the machine's limits, the records.
 
-    The records' "tuning", which says what peers' tuners chose, is added up for the whole suite.
+    The field "tuning" of records (choices of peers' tuners) is left out of them, and added up for the whole suite.
     """
     found = [t for r in records for by_op in r.get("tuning", {}).values() for t in by_op.values()]
     chosen = {(t["config"], t["timed"], t["seconds"]) for t in found}  # an operation's records share their case's

@@ -1,6 +1,6 @@
 """Steps that Humming leaves to engines, in Triton: blocks of rows of one expert, weighted sums of a token's rows.
 
-Each is one kernel, on a routing by `glulam.Routing.from_topk`: not more launches than vLLM has for the same.
+Each step is one kernel, which reads a routing made by `glulam.Routing.from_topk`. vLLM needs at least as many launches.
 """
 
 from __future__ import annotations

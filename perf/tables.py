@@ -48,7 +48,7 @@ def _missed(result: Result) -> list[Table]:
 
 
 def _half_empty(result: Result) -> list[Table]:
-    """Return a table of half of the experts empty against the same rows over all experts: the same useful FLOP."""
+    """Return a table that compares rows of half of the experts with as many rows of all experts (the same FLOP)."""
     us = {(r["case"]["name"], r["op"], cells.routing(r)): r["times"][OURS]["median_us"] for r in result["records"]}
     pairs = ((key[:2], us.get((*key[:2], "uniform")), half) for key, half in us.items() if key[2] == "half-empty")
     times = cells.microseconds

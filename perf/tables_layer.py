@@ -122,8 +122,9 @@ def layer_tables(result: Result) -> list[Table]:
 
 
 def distributed_tables(result: Result) -> list[Table]:
-    """Return a table of dispatch and combine, then one of layers. A share is the bytes' time at the links' rate,
-    measured in the same run, over our time.
+    """Return a table of dispatch and combine, then one of layers.
+
+    A share is the time that the bytes take at the links' rate (measured in the same run), divided by our time.
     """
 
     def alone(record: Record) -> float:
@@ -173,7 +174,10 @@ def mhc_tables(result: Result) -> list[Table]:
     measured = [record for record in result["records"] if record["op"] != HOST]
 
     def of_issue(record: Record) -> str:
-        """Return the fewest instructions over what the SMs could start in the measured time at the highest clock."""
+        """Return text: the fewest instructions, divided by those that all SMs could issue in the measured time.
+
+        The SMs' clock is taken as the highest.
+        """
         slots = ISSUE_SLOTS * float(stamp["sms"]) * float(stamp["sm_clock_max_mhz"]) * (median(record) or 0.0)
         least = record.get("warp_instructions")
         return number(least / slots if least else None)

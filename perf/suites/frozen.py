@@ -1,11 +1,11 @@
 """Experts whose weights are frozen: gradients of rows through quantised weights, and steps of adapters on them.
 
-Gradients are held against dequantising the weights first: one compiled kernel where torch.compile works, whose 16 bits
-the GEMM then reads. "bf16" is that GEMM alone.
+Gradients are compared with "dequantised": first dequantise the weights to 16 bits (by one compiled kernel where
+torch.compile works), then run the 16-bit GEMM. "bf16" is that GEMM alone.
 
-A step of adapters is compared with the layer alone, in time and memory, and with what users do without: "materialised"
-is PEFT's way, w + scale b a for all experts, then the 16-bit layer. "dequantised" makes 16-bit weights first and
-multiplies with them and with the adapters apart.
+A training step of adapters is compared in time and memory with the layer alone, and with two ways that do without
+Glulam's adapters. "materialised" is PEFT's way: compute w + scale b a for all experts, then run the 16-bit layer.
+"dequantised": make 16-bit weights first, then multiply by these and by the adapters in separate GEMMs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ Steps = dict[str, Run]
 
 
 def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> Steps:
-    """Return the contestants that compute the gradient dx through one weight."""
+    """Return {contestant: function} for the gradient dx = dy w through one quantised weight.
+
+    name: the recipe, which is also the name of our contestant.
+    """
     ready, given = quantised(name, w)
     wide, make = given.dequantize(torch.bfloat16), dequantising(given)
     dx = partial(glulam.grouped_mm, offs=offs, transpose_w=True)

@@ -1,8 +1,8 @@
 """The host time of a grouped_mlp call, and of its bare launches.
 
-The problem is so small that the GPU is idle when the next call comes: what is timed is the time until a
-call returns. "Bare" items call the exported function with arguments made beforehand, so that a bare
-grouped_mlp is the floor of a call that makes two launches.
+The problem is so small that the GPU is idle when the next call comes, so the time until a call returns is host time
+alone. "Bare" items call the exported function with arguments prepared beforehand: a bare grouped_mlp is the least time
+of any call that makes two launches.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""The whole layer from tokens to tokens against other ways to compute it: time eager and replayed, memory, where the
-time goes, and its parts alone.
+"""The whole layer, from tokens to tokens, compared with other ways to compute it.
 
-An eager time is wall time a call, the host's included where it is the slower; a replay's is device time. In decoding
-each call has tokens of its own, a graph one call for each of them: experts' weights are not read from L2 again.
+Measured are: the time of eager calls and of replayed graphs, memory, the time of each step, and parts alone.
 
-A step of `glulam.moe` or of its backward is a call of its own, on the results of the step before it. Separate
-calls do not overlap, and what autograd does is not among them: the whole may take a little less or more than the sum.
-Parts are GEMMs that read tokens by index against the same on sorted rows, routing, and moving rows.
+An eager time is wall time of a call, with the host's time if the host is slower. A replay's time is device time. In
+decoding, each call has other tokens (a graph holds one call for each batch), so that experts' weights are not found in
+L2.
+
+Steps are the separate calls of which `glulam.moe` or its backward consists (router GEMM, route, FC1, ...). Each runs on
+the results of the step before. Separate calls do not overlap, and autograd's own work is not among them, so the whole
+may take a little less or more than their sum.
+
+Parts are comparisons of single operations: GEMMs that read tokens by index with GEMMs on sorted rows, routing, and
+moving rows.
 """
 
 from __future__ import annotations
@@ -144,8 +149,9 @@ def _gemm_parts(d: LayerData) -> Iterator[Part]:
 
 
 def layer_parts(d: LayerData) -> Iterator[Part]:
-    """Yield a layer's parts one after the other, to save memory: GEMMs, then permute and combine, each against a device
-    copy of as many bytes. They record no gradient: call this with gradients disabled.
+    """Yield a layer's parts: GEMMs, then permute and combine, each compared with a device copy of as many bytes.
+
+    Each part is made when the previous one is done, to save memory. Call this with grad mode off.
     """
     yield from _gemm_parts(d)
     case, b = d.case, d.batches[0]

@@ -64,8 +64,10 @@ class Form:
 
 
 def forms_of(case: Case) -> Iterator[Form]:
-    """Yield the forms of a layer: its input by every axis, block and layout in bfloat16, and every axis in the other
-    dtypes; then the weights of FC1, along either axis.
+    """Yield the forms (ways to quantise) that are measured for a layer.
+
+    These are: x in bfloat16 with every axis, block and layout of scales; x in the other dtypes with every axis; the
+    weights of FC1 along either axis.
     """
     axes, rows, n, hidden = ("row", "col", "both"), case.rows, 2 * case.intermediate, case.hidden
     x = partial(Form, f"{case.name} x [{rows}, {hidden}]", rows, hidden)
@@ -88,7 +90,7 @@ def check(form: Form, x: Tensor) -> None:
 
 
 def _measure(form: Form, budget_s: float) -> list[Record]:
-    """Time a form and a copy of as many bytes, each call on buffers of its own, which earlier calls swept out of L2."""
+    """Time a form, and a copy of as many bytes. Calls alternate between sets of buffers, so none is found in L2."""
     sets = []
     for _ in range(copies_needed(form.bytes)):
         x = torch.randn(form.shape, device="cuda").to(getattr(torch, form.dtype))

@@ -1,10 +1,10 @@
 """Every tile of a bundle at every number of rows of the models that a table of choices covers, in one short run; and
 the table that the dispatcher reads, made from a result.
 
-The dispatcher's rule is fitted to these results and checked against them, so breadth counts more than the third digit:
-few rounds, short samples sized by the machine's limits instead of by trial, and each kernel checked once for an
-operation and model. Here --budget is the time of the whole suite. Coarse numbers of rows come first, so that what does
-not fit the budget is every other power of two.
+The dispatcher's rule is fitted to these results and checked against them, so many cases count more than the third
+digit. Therefore a case has few rounds, and short samples whose length is estimated from the machine's limits instead of
+tried, and each kernel is checked once for an operation and model. Here --budget is the time of the whole suite. Even
+powers of two of rows an expert come first; if the budget ends early, odd powers are missing.
 """
 
 from __future__ import annotations

@@ -148,7 +148,10 @@ def _new_model() -> Any:
 
 
 def _step(model: Any, implementation: str) -> Run:
-    """Return a graph's replay of one decoding step, the same each time, though the cache counts on the device."""
+    """Capture one decoding step as a graph, and return the graph's replay.
+
+    Each replay computes the same step, although the cache counts its tokens on the device.
+    """
     import transformers
 
     model.set_experts_implementation(implementation)

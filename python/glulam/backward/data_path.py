@@ -289,7 +289,7 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with one launch. Arguments and result: see `_data_gradients`."""
+        """Compute the data gradients with one launch. Arguments and result are those of `_data_gradients`, above."""
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 

@@ -32,7 +32,7 @@ SINGLE, PAIR = -1, -2
 
 @functools.cache  # equal steps share one function
 def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that picks the elements at `places` from a sequence, as a tuple (also if there is only one)."""
+    """Return a function that picks the elements with indices `places` from a sequence, always as a tuple."""
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 

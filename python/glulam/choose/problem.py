@@ -175,7 +175,7 @@ def training_parts(mlp: Problem, input_grad: bool = True, gathers: bool = False)
 
     Args:
         mlp: the grouped_mlp; its weights are not transposed.
-        input_grad: True: x's gradient is wanted.
+        input_grad: True: x's gradient is computed, too.
         gathers: True: rows of x are selected by index.
     """
     hidden = mlp.in_features if input_grad else 0

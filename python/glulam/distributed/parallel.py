@@ -199,7 +199,7 @@ class ExpertParallel:
 
         Args:
             tokens: function that checks the arguments and returns the tokens. If it raises, other ranks are told.
-            ids, weights: see `dispatch`.
+            ids, weights: [N, K], the chosen experts and their weights.
         """
         with self._way.turn:
             with self.refusing():

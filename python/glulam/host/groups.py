@@ -238,7 +238,8 @@ def on_device(op: str, splits: Splits, rows: int, device: torch.device) -> Tenso
     """Check row counts in host memory, and copy them to an int32 tensor [E] on `device`, without waiting for the copy.
 
     Raises:
-        ValueError, TypeError: see `ends`.
+        ValueError: a negative size, or more than `rows` rows in all.
+        TypeError: a list that contains non-integers.
         CaptureError: under capture, since every replay of the graph would use these counts.
     """
     if gpus.is_capturing():

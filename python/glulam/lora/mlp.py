@@ -171,7 +171,8 @@ def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Ten
 
     Args:
         call: the call without adapters.
-        kept: tensors from which backward recomputes the rows of x, saved instead of these rows; see `low_rank`.
+        kept: tensors from which backward recomputes the rows of x; they are saved instead of these rows. None: the
+            rows are saved.
     """
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     if isinstance(call, Quantized) and not call.is_traced():

@@ -68,7 +68,7 @@ def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> 
 
     Args:
         name: the child's name in errors.
-        child: a module; see `_called` for the dtype in which it computes.
+        child: a module. A torch Linear computes in `dtype`, any other in the dtype of its `weight` (`dtype` if none).
         width: the required number of columns of the result.
 
     Raises:

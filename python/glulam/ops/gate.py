@@ -110,7 +110,7 @@ def gate_rows_backward(
     Args:
         preact: h, [T, 2I or I].
         row_scale: [T]. None: no scale.
-        of_row_scale: d_row_scale is wanted; otherwise None is returned for it.
+        of_row_scale: True: also compute d_row_scale. False: None is returned for it.
     """
 
 

@@ -185,9 +185,7 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 def _copying(call: Any, problem: Problem) -> PrologueStep | None:
     """Return the prologue step for a launch whose kernel copies x's rows: it makes x contiguous.
 
-    None: rows are not copied.
-
-    Rows are copied only in a layer, see `_copies`.
+    None: rows are not copied. They are copied only in a layer, for kernels that decode weights.
     """
     if not _copies(call, problem):
         return None

@@ -35,7 +35,7 @@ def driver_version() -> str:
 
 
 class GpuBench:
-    """A GPU that measures kernels. It holds the tensors of one problem at a time, see `load`.
+    """A GPU that measures kernels. It holds the tensors of one problem at a time, which `load` allocates.
 
     What is timed is a step: one call of the operator, or for the weight gradients of an MLP two calls, one for each
     weight.

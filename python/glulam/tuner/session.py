@@ -180,7 +180,7 @@ class Session:
             yield self._point(problem, functions, budget_s, advance)
 
     def _functions(self, problem: Problem) -> Functions:
-        """Return the candidates that compile, and whose results agree with the shipped kernel's; the latter is first.
+        """Return the shipped kernel, then all candidates that compile and whose results agree with the shipped one's.
 
         A kernel that fails either test gets a line in `notes`. Raises CompileError if the shipped kernel fails.
         """
