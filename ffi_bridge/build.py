@@ -323,7 +323,7 @@ def _moved(folder: Path, out: Path) -> Iterator[Path]:
 def find(specs: Sequence[Spec], out: Path | str) -> Manifest | None:
     """Return the manifest of the bundle in `out` if it is valid and up to date and has the functions of all specs.
 
-    None: there is no such bundle.
+    None: the bundle is missing, invalid or out of date, or lacks a function.
     """
     arch = _one_arch(specs)
     with contextlib.suppress(BundleError):

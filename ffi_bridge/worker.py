@@ -105,7 +105,7 @@ class Worker:
     def close(self, kill: bool = False) -> None:
         """End the process, wait until it has ended, and remove its log.
 
-        `kill`: end it at once. False: close its standard input, at whose end the process exits by itself.
+        `kill`: True: end it at once. False: close its standard input, at whose end the process exits by itself.
         """
         if kill:
             self._process.kill()

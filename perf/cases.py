@@ -29,9 +29,9 @@ backward does each GEMM of the forward twice. The bytes of a layer's training ar
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One MoE layer's expert MLP: `rows` token copies through SwiGLU experts.
+    """The experts' MLP of one MoE layer: `rows` rows (copies of tokens) go through SwiGLU experts.
 
-    routing: a name in `perf.routing.ROUTINGS`; seed: of the routing and of the random data.
+    routing: a name in `perf.routing.ROUTINGS`. seed: seed of the routing and of the random data.
     """
 
     name: str
@@ -243,7 +243,7 @@ def sweep(of: Iterable[Case], rows_per_expert: Sequence[int], routings: Sequence
 
 
 def cases_of(suite: str, wanted: str | None) -> list[Any]:
-    """Return the cases of a suite that match the user's choice `wanted`; all of the suite's for None."""
+    """Return the cases of a suite that match the name `wanted` (see `select`). None: all cases of the suite."""
     if suite == "rows":
         return sweep(models(wanted, (QWEN3,)), DOUBLINGS)
     if suite == "skew":

@@ -31,7 +31,10 @@ PART_ELEMENTS = 2**28  # elements that are compared at once
 
 
 class Wrong(RuntimeError):
-    """Raised if a contestant's result is wrong, and the text says by how much: it is left out, or the run ends."""
+    """Raised if a contestant's result is wrong; the message has its error.
+
+    The contestant is then left out; if it is required, the run ends.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ def or_left_out(
 
 
 class Admitted(NamedTuple):
-    """Calls and errors of the contestants to be timed, by name, and why the others are left out."""
+    """Calls and errors of the contestants to be timed, by name; and why each of the others is left out."""
 
     calls: dict[str, Call]
     errors: dict[str, float]
@@ -103,7 +106,10 @@ def within(error: float, bound: float) -> float:
 
 
 def _error(one: Contestant, call: Call) -> float | None:
-    """Return the error of a call's result, which is freed with this function; None if nothing is compared."""
+    """Run a call once and return its result's error; None if nothing is compared. Raises Wrong.
+
+    The result is freed when this function returns.
+    """
     result = call(0)
     return within(one.error(result), one.bound) if one.error else None
 

@@ -103,7 +103,10 @@ def sort_choices(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw_tokens(case: LayerCase, router: Tensor, random: Random) -> Tensor:
-    """Return x [N,H] whose choices do not depend on rounding. Feature 0 is 1: router column 0 offsets the logits."""
+    """Return tokens x [N,H] whose choices of experts do not depend on rounding (see the top of this file).
+
+    Feature 0 of each token is 1, so that the router's column 0 is an offset of the logits.
+    """
     x = random(case.tokens, case.hidden)
     x[:, 0] = 1
     if case.experts == case.top_k:
@@ -267,7 +270,7 @@ def _sorted_by_torch(d: LayerData, b: Batch) -> Tensor:
 
 
 def _torch(d: LayerData, b: Batch) -> Tensor:
-    """Compute the layer with torch alone: weights on the MLP's result, rows put back in order and added."""
+    """Compute the layer with torch alone: weight the MLP's rows, restore their order, and add them by token."""
     rows, scale, offs, order = _sorted(d, b)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -277,7 +280,7 @@ def _torch(d: LayerData, b: Batch) -> Tensor:
 
 
 def _sonic() -> Layer:
-    """SonicMoE's function of the whole layer, the router's GEMM included."""
+    """Compute the layer by SonicMoE's function for a whole layer, which includes the router's GEMM."""
     api: Any = importlib.import_module("sonicmoe.functional")
     for name, gemms in SONIC_GEMMS.items():
         module: Any = importlib.import_module(f"sonicmoe.functional.{name}")
@@ -299,7 +302,7 @@ def _sonic() -> Layer:
 
 
 def _flashinfer() -> Layer:
-    """FlashInfer's experts, with choices and weights by torch."""
+    """Compute the layer with FlashInfer's experts; torch chooses them and computes their weights."""
     fused: Any = importlib.import_module(FLASHINFER_MODULE).cute_dsl_fused_moe_bf16
 
     def forward(d: LayerData, b: Batch) -> Tensor:

@@ -38,7 +38,7 @@ Run = Callable[[Config, int], object]  # a configuration, and the number of the 
 
 
 def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float]) -> list[int]:
-    """Return the indices of the configurations that run; all compile side by side in QuACK's worker processes."""
+    """Return the indices of the configurations that run. All are compiled in parallel, in QuACK's worker processes."""
     failure: Exception | str = f"nothing compiled within {COMPILE_S:.0f} s"
     deadline = clock() + COMPILE_S
     waiting, ready = collections.deque(range(len(configs))), []

@@ -1,9 +1,8 @@
 """Weights in a recipe's format, and the MLP by each recipe and by torch's FP8 grouped GEMM, unfused.
 
 torch._scaled_grouped_mm has one float32 scale for each row of both operands: coarser than MXFP8, and no partial sums to
-promote. To compute the same MLP, torch also quantises the input, and activates and quantises between the GEMMs. Both
-are one compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch
-gets.
+promote. To compute the same MLP, torch also quantises the input, and activates and quantises between the GEMMs. Each of
+these two steps is one compiled kernel where torch.compile works, as a careful user of torch would write it.
 """
 
 from __future__ import annotations

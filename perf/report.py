@@ -48,8 +48,13 @@ of two sections, as of an H100 and an H200, are not to be compared where these d
 
 
 class Line(NamedTuple):
-    """A row of the overview: the case's name, our median in us, the rate, and each peer's time over ours: in this case
-    first, then in all.
+    """A row of the overview.
+
+    Attributes:
+        what: the case's name.
+        us: our median time in us.
+        rate: the rate as text, for example TF/s and percentage of the limit.
+        peers: {peer's title: its times over ours, first in this case, then in all cases}.
     """
 
     what: str

@@ -1,9 +1,9 @@
 """Result files: one CSV a suite and machine, self-describing.
 
 A file begins with lines `# key: value`: the suite, what it was measured on and with, and the machine's limits. Then
-comes a table with a line for each contestant of a record; keys of nested dicts are joined by dots ("case.rows"). A
-record's own fields, that all of its contestants share, stand before the column "contestant", and what was measured of
-each contestant (`BY_CONTESTANT`) after it.
+comes a table with one line for each contestant of each record. Keys of nested dicts are joined by dots ("case.rows").
+Columns before "contestant" are the record's own fields, which its contestants share; columns after it are measurements
+of the contestant (`BY_CONTESTANT`).
 """
 
 from __future__ import annotations

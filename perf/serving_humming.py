@@ -2,7 +2,7 @@
 
 Humming has grouped GEMMs, and kernels that activate, quantise and scatter rows. vLLM calls the indexed GEMM where all
 experts are here, and the contiguous one where tokens choose among experts of several GPUs. Alignment of rows to blocks
-and sums of rows are vLLM's own; here a routing of ours and `serving_rows` stand for them. NVRTC compiles the kernels.
+and sums of rows are vLLM's own; here a Glulam routing and `serving_rows` take their place. NVRTC compiles the kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ COMPILED_AT_ONCE = 4  # pairs of a scheme and a model; each has as many compiler
 
 
 class Scheme(NamedTuple):
-    """Formats of the weights and of the GEMMs' input rows. weights: the recipe whose checkpoint format is read."""
+    """Formats of the weights and of the GEMMs' input rows.
+
+    `weights` is the recipe whose checkpoint format is read.
+    """
 
     name: str
     recipes: tuple[str, ...]

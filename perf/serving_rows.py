@@ -19,7 +19,10 @@ def _align(  # type: ignore[no-untyped-def]
     offs, token_of_row, ids, sorted_ids, expert_ids, total, num_choices, num_experts,
     K: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Write an expert's block of rows for each program. MOST, EXPERTS: powers of two at or above BLOCK, num_experts."""
+    """Write one block of rows of one expert in each program (see `align`).
+
+    MOST, EXPERTS: the powers of two at or above BLOCK and num_experts.
+    """
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts

@@ -83,8 +83,9 @@ def smi_query(fields: Iterable[str]) -> list[str]:
 
 
 def _gpu() -> dict[str, Any]:
-    """Return the GPU's name and SMs, and nvidia-smi's readings while matrix products run: an idle GPU lowers its
-    clocks.
+    """Return the GPU's name and number of SMs, and nvidia-smi's readings.
+
+    Matrix products run meanwhile, since an idle GPU lowers its clocks.
     """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -113,7 +114,7 @@ def make_stamp(command: str, commit: str | None = None, device: str = "cuda") ->
 
 
 class Reading(NamedTuple):
-    """A reading of nvidia-smi: SM clock, power, and whether (in a mean, how often) the power limit holds the clock."""
+    """A reading of nvidia-smi: SM clock, power, and 1 if the power limit lowers the clock (in a mean: the fraction)."""
 
     mhz: float
     watts: float
@@ -144,7 +145,7 @@ class Readings:
 
 @contextmanager
 def follow_gpu() -> Iterator[Readings]:
-    """Provide readings of the current device, which nvidia-smi takes until the block ends."""
+    """Yield `Readings` of the current device, to which nvidia-smi adds until the block ends."""
     readings = Readings()
     command = [*smi_query(FOLLOWED), f"--loop-ms={PERIOD_MS}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as smi:

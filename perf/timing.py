@@ -144,7 +144,7 @@ def forget_gradients(leaves: Iterable[torch.Tensor]) -> None:
 
 
 def peak_bytes(call: Run, leaves: Sequence[torch.Tensor] = ()) -> int:
-    """Return how far a call raises the memory allocated before it, results and gradients of the leaves included."""
+    """Return the peak of allocated bytes during a call, above those before; results and gradients of leaves count."""
     forget_gradients(leaves)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -141,7 +141,10 @@ class Operation:
         return mm(call.x, self.weight[0])
 
     def work(self, active: int) -> dict[str, int]:
-        """Return the useful FLOP, and the fewest bytes: `active` experts' weights and all other tensors once."""
+        """Return {"flop": useful FLOP, "bytes": fewest bytes}.
+
+        The bytes are those of `active` experts' weights and of all other tensors, once.
+        """
         weights = sum(active * weight[0].nbytes for weight in self.weight)
         flop = sum(2 * self.rows * weight[0].numel() for weight in self.weight)
         return {"flop": flop, "bytes": weights + sum(tensor.nbytes for tensor in self.moved)}
@@ -232,7 +235,7 @@ def launches(candidate: Candidate, sets: list[Operation]) -> Call:
 
 
 def contestants(sets: list[Operation], competing: list[Candidate]) -> Iterator[Contestant]:
-    """Yield each kernel as a contestant. Elements that it does not write are NaN."""
+    """Yield each kernel as a contestant. Buffers hold NaN before its checked call, so unwritten elements are errors."""
     wanted = sets[0].expected()
 
     def build(one: Candidate) -> Call:

@@ -102,7 +102,7 @@ class Data(NamedTuple):
 
 
 def data_of(layer: LayerCase, num_local: int, experts: int) -> Data:
-    """Return a rank's random tensors: tokens choose among `experts`, and the weights of `num_local` are here."""
+    """Return a rank's random tensors: tokens that choose among `experts`, and weights of `num_local` experts."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     random = normals(generator)
     logits = torch.randn(layer.tokens, experts, device="cuda", generator=generator)
@@ -111,7 +111,7 @@ def data_of(layer: LayerCase, num_local: int, experts: int) -> Data:
 
 
 def _crossing(ep: ExpertParallel, layer: LayerCase, ids: Tensor) -> float:
-    """Return the bytes that must leave this rank or reach it, whichever are more."""
+    """Return the larger of two numbers: bytes that must leave this rank, and bytes that must reach it."""
     goes = ep.owners.destinations(ids) >= 0
     counts = [torch.zeros(ep.world, device="cuda", dtype=torch.int64) for _ in range(ep.world)]
     dist.all_gather(counts, goes.sum(0))

@@ -55,7 +55,10 @@ def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> Steps:
 
 
 def _of_step(name: str, b: Buffers) -> Steps:
-    """Return the contestants that run grouped_mlp forward and backward for the gradient of x alone."""
+    """Return {contestant: function} for the forward and backward of grouped_mlp, with the gradient of x alone.
+
+    name: the recipe, which is also the name of our contestant.
+    """
     (w1, given1), (w2, given2) = (quantised(name, w) for w in (b.w1, b.w2))
     wide = [given.dequantize(torch.bfloat16) for given in (given1, given2)]
     make1, make2 = dequantising(given1), dequantising(given2)

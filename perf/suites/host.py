@@ -42,7 +42,7 @@ BARE_MLP = "bare grouped_mlp (2 launches)"
 
 
 def bare_items(b: Buffers) -> dict[str, Run]:
-    """Return, as bare launches, the kernels that the dispatcher chooses for this layer."""
+    """Return, by name, bare launches of the kernels that the dispatcher chooses for this layer."""
     sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
     problem = Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu")
     spec = choose(problem, ARCH).spec

@@ -170,7 +170,7 @@ def layer_parts(d: LayerData) -> Iterator[Part]:
 
 
 def routing_parts(device: str = "cuda") -> Iterator[Part]:
-    """route, and Routing.from_topk of its choices, from 8 choices to a quarter of a million."""
+    """Yield parts that time `route`, and `Routing.from_topk` of its choices: 8 to a quarter of a million choices."""
     generator = torch.Generator(device).manual_seed(0)
     for tokens in ROUTED_TOKENS:
         case = LayerCase("routing", tokens, QWEN3.hidden, QWEN3.intermediate, ROUTED_EXPERTS, ROUTED_K)

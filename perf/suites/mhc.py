@@ -11,7 +11,7 @@ are computed from the streams before and y. With x in MXFP8 it writes n streams 
 has no backward.
 
 The projection's weight is float32, and once 16-bit, whose kernels are others, and once float32 with a norm's weight.
-Sinkhorn is measured on many more matrices, too: what bounds it then is instructions, 4 a cycle and SM.
+Sinkhorn is also measured on many more matrices, where instructions bound it: 4 a cycle and SM.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def run_alone(call: Call, seconds: float, readings: Readings) -> dict[str, float
 
 
 def run_power(options: Options) -> list[Record]:
-    """Measure each contestant alone: FC1 and the backward's kernels, even routing."""
+    """Measure each contestant alone, for FC1 and the kernels of the backward, with even routing."""
     with follow_gpu() as readings:
 
         def alone(calls: dict[str, Call], seconds: float) -> Times:
@@ -111,7 +111,10 @@ def run_power(options: Options) -> list[Record]:
 
 
 def saved_bytes(call: Callable[[Training], Any], d: Training) -> int:
-    """Return what a forward keeps for its backward besides the weights: each memory once, the input included."""
+    """Return the bytes that a forward saves for backward besides the weights, the input included.
+
+    A storage that several saved tensors share counts once.
+    """
     kept: dict[int, int] = {}
     weights = {weight.untyped_storage().data_ptr() for weight in (d.w1, d.w2)}
 
@@ -134,8 +137,9 @@ def needed_bytes(case: Case) -> int:
 
 @over_cases("train")
 def run_train(case: Case, budget_s: float) -> Iterator[Record]:
-    """Yield the record of a case. Memory is measured before anything else runs, so that buffers which a library keeps
-    for the next call count.
+    """Yield the record of a case.
+
+    Memory is measured before anything else runs, so that buffers which a library keeps for its next call are counted.
     """
     d, layers = make_training(case), OPERATIONS[LAYER]
     fields: Record = {

@@ -1,7 +1,7 @@
 """The MLP on portable kernels beside Hopper's own, torch, and MMAs that do nothing else, all as CUDA graphs.
 
-A process has one architecture's plans at a time, and a graph keeps the kernels that it was captured with. So each
-contestant is captured while its architecture serves, and then all take turns.
+At one time, all calls of a process are served by one architecture, but a graph keeps the kernels with which it was
+captured. So each contestant is captured while its architecture serves; then the graphs are timed alternately.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _forget() -> None:
 
 
 def _replays(name: str, sets: Sequence[Buffers]) -> Call:
-    """Return a call that replays, in turn, a graph for each set of tensors."""
+    """Capture a graph for each set of tensors; return a function of a call's number that replays one of them."""
     with served_by(ARCHS[name]) if name in ARCHS else nullcontext():
         mlp: Mlp = mlp_by(RECIPES[name], sets) if name in RECIPES else torch_mlp
         replays = [capture(partial(mlp, b)) for b in sets]

@@ -1,8 +1,8 @@
 """Whole experts as serving engines call them: a router's choices and tokens in, tokens out, in CUDA graphs.
 
-Everybody gets the same tokens, ids and weights, and computes SwiGLU without biases. A sample is one replay, after a
-read that evicts what L2 holds. Results are compared with float32 first: a peer that fails or is wrong is left out with
-a warning, and we may not be.
+All contestants get the same tokens, ids and weights, and compute SwiGLU without biases. A sample is one replay, after a
+read that evicts what L2 holds. Results are first compared with float32: a peer that fails or is wrong is left out with
+a warning; if ours fails or is wrong, the run ends.
 
 N tokens, K choices a token, E experts here, H hidden, I intermediate.
 """
@@ -97,7 +97,7 @@ Competing = list[tuple[Experts, OfBatch]]
 
 
 def make_weights(case: ServingCase, device: str = "cuda") -> tuple[Tensor, Tensor]:
-    """Return w1 and w2 in bfloat16, which keep activations of order 1."""
+    """Return w1 and w2 in bfloat16, scaled so that activations are of order 1."""
     return weights_of(case, normals(torch.Generator(device).manual_seed(case.seed)))
 
 
@@ -132,7 +132,10 @@ def compared(tokens: int) -> list[int]:
 
 
 def expected(b: Batch, w1: Any, w2: Any) -> Tensor:
-    """Return the compared tokens' results [., H] in float32: weights dequantised, rows never rounded."""
+    """Return the right results [., H] of the tokens in `compared`, in float32, with dequantised weights.
+
+    Rows are never rounded.
+    """
 
     def matrix(w: Any, expert: int) -> Tensor:
         return w[expert].float() if isinstance(w, Tensor) else w[expert].dequantize(torch.float32)
@@ -148,7 +151,7 @@ def expected(b: Batch, w1: Any, w2: Any) -> Tensor:
 
 
 def error(result: Tensor, reference: Tensor) -> float:
-    """Return the largest norm of a compared token's error over the largest norm of a token."""
+    """Return the largest norm of a token's error, divided by the largest norm of a token (among `compared` tokens)."""
     got = result[compared(len(result))].float()
     return float((got - reference).norm(dim=1).max() / reference.norm(dim=1).max())
 
@@ -202,8 +205,9 @@ class Model:
 
 
 def _captured(experts: Experts, call: OfBatch, b: Batch, reference: Tensor, pool: Any) -> Call:
-    """Capture a call and return its replay. Raises Wrong if the call itself is wrong. The buffer of results holds NaN
-    before each checked call, so that elements which nobody writes count as errors.
+    """Capture a call as a graph, and return the graph's replay. Raises Wrong if the result is wrong.
+
+    The buffer for the result holds NaN before each checked call, so that unwritten elements count as errors.
     """
     b.out.fill_(torch.nan)
     within(error(call(b), reference), experts.bound)

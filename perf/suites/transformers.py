@@ -69,7 +69,7 @@ def _config_of(model: Model, **more: Any) -> Any:
 
 
 def _new_block(model: Model, config: Any) -> nn.Module:
-    """Return the model's MoE block in bfloat16, with weights that keep activations of order 1."""
+    """Return the model's MoE block in bfloat16, with weights scaled so that activations are of order 1."""
     module = __import__(f"transformers.models.{model.module}.modeling_{model.module}", fromlist=[model.block])
     config._experts_implementation = BUILT_IN[0]
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def _step(model: Any, implementation: str) -> Run:
 
 
 def _measure_step(budget_s: float) -> Iterator[Record]:
-    """Yield the record of a decoding step; nothing where a version's cache cannot be captured, as a warning says."""
+    """Yield the record of a decoding step. If this version's cache cannot be captured, warn and yield nothing."""
     with or_left_out("the decoding step"):
         model = _new_model()
         steps = {name: _step(model, name) for name in ("grouped_mm", OURS)}

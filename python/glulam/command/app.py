@@ -115,7 +115,7 @@ class Row(NamedTuple):
         kind: the option's type.
         default: the default value; REQUIRED: there is none.
         how: further arguments of `typer.Option`.
-        positional: it is a positional argument.
+        positional: True: a positional argument. False: an option with a name.
     """
 
     kind: Any

@@ -210,7 +210,10 @@ class Projecting(MhcCall):
 
 
 class ProjectCall(Projecting):
-    """A call of project. `of_stats`: return also the fourth result, `stats`, which backward needs."""
+    """A call of project.
+
+    `of_stats`: True: also return `stats` (projections and norm of each token), which backward needs.
+    """
 
     op = kernel = "project"
     returns = ("h_pre", "h_post", "h_res", "stats")

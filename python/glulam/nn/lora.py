@@ -93,7 +93,7 @@ class Lora(nn.Module):
 
         Args:
             layers: the layers, by the names "fc1" and "fc2".
-            keep: store copies of the previous weights, for `take_out_of`.
+            keep: True: store copies of the previous weights, for `take_out_of`.
         """
         named = self._parameters
         adapted = {name: pair for name, pair in LAYERS.items() if named[pair[0]] is not None}
@@ -197,8 +197,8 @@ class TakesLora(nn.Module):
         would apply the adapters twice. Call `unmerge_lora` or `remove_lora` first.
 
         Args:
-            keep: store copies of the weights, so that `unmerge_lora` restores the exact bits. Subtracting the adapters
-                would not restore them.
+            keep: True: store copies of the weights, so that `unmerge_lora` restores the exact bits. Subtracting the
+                adapters would not restore the bits.
 
         Raises:
             RuntimeError: there are no adapters, or they are merged already.

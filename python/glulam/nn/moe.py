@@ -339,7 +339,7 @@ class MoE(Converts):
         """Add the adapters to the routed experts' weights; later calls do not apply the adapters again.
 
         Args:
-            keep: store copies of the weights for `unmerge_lora`; see `GroupedMLP.merge_lora`, also for the errors.
+            keep: True: store copies of the weights for `unmerge_lora`; see `GroupedMLP.merge_lora`, also for errors.
         """
         self.experts.merge_lora(keep)
 

@@ -34,7 +34,7 @@ class GluGradients(NamedTuple):
     Attributes:
         dpreact: [T, 2I or I], laid out as preact.
         act: [T, I], the activation times the row scale, computed again.
-        d_row_scale: float32 [T], zero after the last group. None: not asked for.
+        d_row_scale: float32 [T], the gradient of row_scale, zero after the last group. None: it was not requested.
     """
 
     dpreact: Tensor

@@ -53,8 +53,8 @@ class DataGradients(NamedTuple):
     Attributes:
         dpreact: [T, 2I or I], the gradient of h.
         act: [T, I], the activation times the row scale, computed again for w2's gradient.
-        dx: [T, H], the gradient of x; in a layer [num_tokens, H]. None: not wanted.
-        d_row_scale: float32 [T]. None: not wanted.
+        dx: [T, H], the gradient of x; in a layer [num_tokens, H]. None: it was not requested.
+        d_row_scale: float32 [T], the gradient of row_scale. None: it was not requested.
     """
 
     dpreact: Tensor
@@ -148,7 +148,7 @@ class PreparesRows(KeepsPreact):
     """Base of forward calls in MXFP8 that also return the preactivation h; x and the weights are passed unquantised.
 
     The launch quantises x. It takes the weights from the cache of prepared weights (`formats.prepared`), which
-    quantises each version of a weight once. `trained`: a weight requires a gradient.
+    quantises each version of a weight once. `trained`: True: a weight requires a gradient.
     """
 
     tabled = ()  # a launch looks prepared weights up
@@ -269,7 +269,7 @@ class PreparesColumns(GradientsCall):
     """Base of calls that compute an MLP's data gradients in MXFP8; the weights are passed unquantised.
 
     The launch takes the weights, quantised along their columns, from the cache of prepared weights
-    (`formats.prepared`). `trained`: a weight requires a gradient.
+    (`formats.prepared`). `trained`: True: a weight requires a gradient.
     """
 
     tabled = ()

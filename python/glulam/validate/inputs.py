@@ -53,14 +53,14 @@ class Size(NamedTuple):
         kinds: names of the routings to try. Empty: all.
         hidden, inter: H and I.
         in_blocks: H for weights with block scales, a multiple of 32.
-        has_odd: N = 1504, K = 736 is tried as well.
-        has_every_pair: every activation and layout is tried with every combination of biases, scales and weights;
+        has_odd: True: also try N = 1504, K = 736.
+        has_every_pair: True: try every activation and layout with every combination of biases, scales and weights.
             False: only the first activation and layout.
         tokens: numbers of tokens that are routed, sorted, or copied to rows.
         row_width: H of these tokens.
         matrices: shapes of matrices that are quantised.
         streams: for hyper-connections, pairs (dimensions of the tokens, C) of streams [..., n, C].
-        has_tail: False: every row of a grouped GEMM belongs to a group.
+        has_tail: True: a grouped GEMM has rows after the last group. False: every row belongs to a group.
     """
 
     rows: int = 300

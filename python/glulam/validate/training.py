@@ -29,7 +29,7 @@ def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
     Args:
         spec: the spec of the function that is tried.
         recipe: the recipe's name.
-        formed: activations and sizes.
+        formed: pairs of (activation, gate layout) and (groups, H, I).
     """
     of_weights = isinstance(spec, GroupedDgluSpec) and not spec.dgrad
     dtype: torch.dtype = getattr(torch, spec.dtype)
