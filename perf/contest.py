@@ -213,7 +213,7 @@ def of_calls(
         compared: name of the call whose result is checked; the others are not.
         wanted: function that returns the right result. None: nothing is checked.
         bound: the largest relative error that rounding explains.
-        required: see `Contestant`.
+        required: True: a failure ends the run. False: the contestant is left out with a warning.
     """
     for name, call in calls.items():
         error = (lambda got: relative_error(got, wanted())) if wanted and name == compared else None

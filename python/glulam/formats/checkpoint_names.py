@@ -116,7 +116,7 @@ def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) ->
     Args:
         keys: names of all tensors of a checkpoint.
         prefix: the part of names before the expert's number, with or without a final dot.
-        is_numbered: see `ExpertNames`.
+        is_numbered: True: names have an expert's number. False: they have none, as for a shared expert.
     """
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     parts: dict[int, dict[str, set[str]]] = {}

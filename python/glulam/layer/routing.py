@@ -138,7 +138,7 @@ def route(
         bias: float32 [E], added to scores only for the choice (if the score is a softmax: to logits). None: no bias.
         num_groups, top_groups: experts are divided into num_groups equal ranges, at most 32; a token chooses only from
             its top_groups ranges, those with the largest sum of their two best scores.
-        normalize: divide a token's weights by their sum (of sigmoids: by the sum plus 1e-20).
+        normalize: True: divide a token's weights by their sum (of sigmoids: by the sum plus 1e-20).
         scale: factor of the weights, applied last.
         num_tokens: int32 [1] on the device, the number of valid tokens; later tokens are padding of a captured batch,
             and have no row. None: all tokens are valid.

@@ -111,7 +111,7 @@ def boundary(
         iters: number of Sinkhorn iterations, 1 to 100.
         x_block: "1x32" or "1x128": return x in MXFP8, with the bytes of `quantize_mxfp8(x, block=x_block)`, instead of
             in 16 bits. D must be a multiple of 32. Not differentiable. None: x is not quantised.
-        return_x: with x_block, return x in 16 bits besides x in MXFP8. Without x_block x is always returned.
+        return_x: True: with x_block, return x in 16 bits besides x in MXFP8. Without x_block x is always returned.
 
     Returns:
         BoundaryResults; with x_block QuantizedBoundaryResults.
@@ -249,6 +249,7 @@ def boundary_streams(
     The updated streams are None if there is no update (y is None).
 
     Args:
-        of_stats, of_x, x_block: see `BoundaryCall`.
+        of_stats, of_x: True: return stats (which backward needs), x in 16 bits. False: None.
+        x_block: number of columns of x in MXFP8 that share a scale; 0: x is not quantised.
         Others: see `boundary`.
     """

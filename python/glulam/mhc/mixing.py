@@ -146,7 +146,7 @@ def post_mix(
         h_post: [..., n], float32 or 16-bit.
         x: a sublayer's output [..., C], residual's dtype.
         bias: [C], float32 or 16-bit: the bias of the sublayer's last linear layer, added here. None: no bias.
-        transpose_res: use h_res[..., j, i] in place of h_res[..., i, j].
+        transpose_res: True: use h_res[..., j, i] in place of h_res[..., i, j].
         out: buffer for the result; only if no gradient is recorded. None: a new tensor.
 
     Returns:

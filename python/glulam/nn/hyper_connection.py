@@ -45,7 +45,7 @@ class HyperConnection(nn.Module):
             or (y, bias [C]); post_mix adds the bias. None: call `pre` and `post` around your own code.
         iters, eps, sinkhorn_eps: see `mhc.sinkhorn` and `mhc.project`.
         transpose_res: see `mhc.post_mix`.
-        norm_weight: whether there is a parameter norm_weight, the weight of the RMSNorm on the projection's input; see
+        norm_weight: True: there is a parameter norm_weight, the weight of the RMSNorm on the projection's input; see
             `mhc.project`.
         form: "mhc", or "v4.1" for DeepSeek-V4.1's hyper-connection. With "v4.1", forward takes and returns
             `HyperStreams`, and runs one `mhc.boundary` before the sublayer. The boundary includes the sublayer's
@@ -146,7 +146,7 @@ class HyperConnection(nn.Module):
             carried: the previous connection's result; before the first connection, the result of `HyperStreams.begin`.
             x_block: "1x32" or "1x128": return the sublayer's input in MXFP8, with scales of blocks of that size; not
                 differentiable. None: return it in the streams' dtype.
-            return_x: with x_block, also return the sublayer's input in the streams' dtype.
+            return_x: True: with x_block, also return the sublayer's input in the streams' dtype.
 
         Returns:
             BoundaryResults: the updated streams, the sublayer's input, and the coefficients pre, post and comb for the

@@ -26,7 +26,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     Args:
         num_experts, in_features, out_features: E, K and N. K and N are multiples of 8 on a GPU.
-        bias: whether the layer has a bias [E, N].
+        bias: True: the layer has a bias [E, N].
         packed: True: one parameter `weight` [E, N, K] (and `bias` [E, N]). False: E parameters `weight0`, `weight1`,
             ... [N, K] (and `bias0`, ... [N]). State dicts of either layout load into both.
         delay_wgrad: True: backward does not compute the gradient of the weights; `backward_dw` does. Until then x, dy

@@ -63,7 +63,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
         out_features: width of the result; None: H.
-        bias: whether both layers have a bias.
+        bias: True: both layers have a bias.
         activation, glu_layout, **numbers: see `glulam.grouped_glu`.
         packed: True: one parameter for each layer. False: one for each expert of each layer. See `GroupedLinear`.
         recompute: True: save only x and row_scale in forward, and recompute the preactivation in backward. Recipe

@@ -49,13 +49,13 @@ class MoE(Converts):
         hidden_size, intermediate_size, num_experts: H, I and E.
         top_k: number of experts for each token.
         score, normalize, scale, num_groups, top_groups: see `glulam.route`.
-        router_bias: whether the router has a trained bias [E] (gpt-oss).
-        choice_bias: whether there is a buffer `choice_bias`, float32 [E], that is added to the scores when experts are
+        router_bias: True: the router has a trained bias [E] (gpt-oss).
+        choice_bias: True: there is a buffer `choice_bias`, float32 [E], that is added to the scores when experts are
             chosen, but not to the experts' weights in the sum (DeepSeek-V3); see `update_choice_bias`. The buffer stays
             float32 when the module is cast and when a state dict is loaded.
         router_dtype: dtype of the router's parameters and logits; None: `dtype`.
         shared_intermediate_size: width of the shared expert, which processes every token; None: no shared expert.
-        shared_gate: whether the shared expert's output is multiplied by sigmoid(x g) (Qwen2-MoE).
+        shared_gate: True: the shared expert's output is multiplied by sigmoid(x g), with a trained g [H] (Qwen2-MoE).
         parallel: a `glulam.distributed.ExpertParallel` for the same sizes; the module then holds only the experts of
             its own rank. None: the module holds all experts.
         device, dtype: device and dtype of the parameters.

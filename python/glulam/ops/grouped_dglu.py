@@ -129,7 +129,7 @@ def grouped_dglu(
         activation, glu_layout, **numbers: as in the forward; see `grouped_glu`. The gradient is zero where
             clamped_swiglu clamps, and at the kink of a relu.
         row_scale_grad: False: do not compute d_row_scale. It is not computed without a row_scale, either.
-        transpose_w: differentiate y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. w2 is not copied.
+        transpose_w: True: differentiate y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. w2 is not copied.
 
     Returns:
         GluGradients: dpreact and act (m) in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. After the

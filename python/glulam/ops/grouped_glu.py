@@ -125,9 +125,9 @@ def grouped_glu(
             a' = min(a, limit).
         gate_cap, up_cap: constants of situ: a' sigmoid(a) u' with a' = gate_cap tanh(a / gate_cap) and
             u' = up_cap tanh(u / up_cap). up_cap None: u' = u.
-        return_preact: return h as well.
-        transpose_w: compute h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and glu_layout is the order of its
-            columns. w1 is not copied.
+        return_preact: True: return h as well.
+        transpose_w: True: compute h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and glu_layout is the order of
+            w1's columns. w1 is not copied.
         out: buffer for the activation, [T, I]; its row stride may exceed I. None: a new tensor, uninitialised
             after the last group.
 

@@ -172,11 +172,11 @@ def grouped_mlp(
             "fp8_block_weight_only": weights as "fp8_block", rounded to bfloat16, rows in bfloat16 (docs/formats.md).
             16-bit weights are quantised once for each version of their contents. Recipes with MXFP8, MXFP4 or NVFP4
             need H, I and the result's columns to be multiples of 32, recipes with FP8 blocks multiples of 16.
-        recompute: if gradients are recorded, save only x and row_scale, and compute h again in the backward ("mxfp8":
-            by running the whole forward again).
-        transpose_w: compute h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H],
-            glu_layout is the order of w1's columns, and the weights' gradients have these shapes. The weights are not
-            copied. Only with recipe "bf16".
+        recompute: True: if gradients are recorded, save only x and row_scale, and compute h again in the backward
+            ("mxfp8": by running the whole forward again).
+        transpose_w: True: compute h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2
+            [E, I, H], glu_layout is the order of w1's columns, and the weights' gradients have these shapes. The
+            weights are not copied. Only with recipe "bf16".
         lora: adapters, an `ExpertLora`: w1_e + c b1_e a1_e and w2_e + c b2_e a2_e are multiplied in place of w1_e and
             w2_e, by additional GEMMs with few columns. c is the adapters' `scale`; a and b are the adapters' matrices,
             not the biases. Differentiable. Only with recipe "bf16" and with the weight-only recipes, without

@@ -102,7 +102,7 @@ def grouped_mm(
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [num_tokens, K], and no copy of the rows is made. An
             index out of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
         bias_scale: float32 [T], a factor for the bias of each row. None: 1.
-        transpose_w: compute y = x w_e instead: x is [T, N] and the result [T, K].
+        transpose_w: True: compute y = x w_e instead: x is [T, N] and the result [T, K].
         out: buffer for the result, [T, N]; its row stride may exceed N. None: a new tensor, uninitialised after
             the last group.
 

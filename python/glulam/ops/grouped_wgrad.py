@@ -202,7 +202,7 @@ def grouped_wgrad(
         out: buffer for the result [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for
             16-bit inputs. For an expert without rows, zeros are written, or nothing if the call adds. None: a new
             tensor.
-        accumulate: add dw_e to out[e] instead of overwriting it. The sum is rounded to out's dtype. If out is
+        accumulate: True: add dw_e to out[e]. False: overwrite out[e]. The sum is rounded to out's dtype. If out is
             16-bit, dw_e may also be rounded before the addition: on sm_90 and sm_100 only with 384 rows an expert or
             more (on average); on other devices always.
         mask: bool [E] on x's device: add where it is True, overwrite elsewhere. Give this or `accumulate`. None:

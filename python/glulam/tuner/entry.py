@@ -83,14 +83,14 @@ def tune(
             grouped_glu's return_preact.
         recipe: "bf16", or for a grouped_mlp also a weight-only recipe: "mxfp8_weight_only", "mxfp4_weight_only".
             Kernels that decode weights have few tiles, which all ship and compete.
-        training: for a grouped_mlp: tune its training step (forward with preactivation, data gradients, weight
+        training: True: for a grouped_mlp: tune its training step (forward with preactivation, data gradients, weight
             gradients) instead of inference.
         budget_s: seconds of measuring for each problem.
         candidates: number of kernels to measure besides the shipped ones, at each number of rows.
         jobs: number of compile processes. None: the number of CPUs less two, at most 16.
         device: a CUDA device. None: the current one.
         out: the table to add to. None: one in the first place where tables are searched (`glulam.tuned`).
-        progress: show a progress bar on standard error.
+        progress: True: show a progress bar on standard error.
 
     Returns:
         A TuneReport: the kernels chosen, and their times.
@@ -179,7 +179,7 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
     Args:
         caller: name of the function with which error messages begin.
         shape: the layer's operator, sizes and options, as `shape_of` returns them.
-        training: return the training step of `shape`, which must be a grouped_mlp.
+        training: True: return the training step of `shape`, which must be a grouped_mlp. False: return `shape` alone.
 
     Raises:
         ValueError: options contradict each other, or no kernel serves the layer.
@@ -235,7 +235,7 @@ def run(
         pool: compiles the candidates.
         options: sizes and costs of the run.
         path: the table.
-        progress: show a progress bar.
+        progress: True: show a progress bar.
         clock: returns seconds.
 
     Raises:
