@@ -221,7 +221,7 @@ def _error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def _backward_call(call: Callable[..., Any], given: list[Tensor]) -> Call:
-    """Run forward once, and return a function of a call's number that runs autograd's backward of it, any often."""
+    """Run forward once; return a function of a call's number that runs autograd's backward, as often as called."""
     leaves = [t.detach().requires_grad_() for t in given]
     results = listed(call(*leaves))
     torch.manual_seed(GRADIENT_SEED)

@@ -66,7 +66,7 @@ def load_named(
     """Load experts as `load_experts` does, but with names that `experts_at` has found already; return (w1, w2).
 
     Args:
-        names: the experts' names, the result of `experts_at`.
+        names: the names of the experts' tensors, as `experts_at` returns them.
         state, num_experts, experts, device: see `load_experts`.
     """
     wanted, projections = _wanted(state, num_experts, experts, names), _projections(names)

@@ -195,7 +195,8 @@ class PreparedWeights:
         If the weight's sampled elements have changed (see the top of this file), the cached parts do not count.
 
         Args:
-            form, parts: see the class.
+            form: the layout in which kernels will read the weight.
+            parts: the weight's tensors, see the class.
             trained: True: a gradient is being recorded; the sampled elements are then not compared.
         """
         tensors = _tensors(parts)
@@ -216,7 +217,8 @@ class PreparedWeights:
         """Return the prepared parts of this version of a weight: cached ones (`find`), else prepare them now.
 
         Args:
-            form, parts: see the class.
+            form: the layout in which kernels will read the weight.
+            parts: the weight's tensors, see the class.
             trained: True: a gradient is being recorded, and training changes the weight. Then no FoldError is raised
                 for a weight that folding changes too much, since the check would make the host wait. If a graph is
                 being captured, the graph prepares the weight at every replay.

@@ -156,7 +156,13 @@ class Plans(Generic[PlanType]):
         return key, found
 
     def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
-        """Add a guard (torch's check of metadata, faster than a key) for a plan, by which later calls find it."""
+        """Add a guard (torch's check of metadata, faster than a key) for a plan, by which later calls find the plan.
+
+        Args:
+            place: key of the guards to try for a call: the first tensor's shape, and the options.
+            given: the call's tensors.
+            plan: the plan.
+        """
         alike = self._guarded.get(place, [])
         if len(alike) >= MAX_ALIKE:
             self._misses += 1

@@ -93,9 +93,9 @@ def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
 
 
 def experts_of_world(op: str, num_experts: Any, expert_map: Any, given: Any) -> Any:
-    """Return the number of experts that ids choose among; see world_experts of `Routing.from_topk`.
+    """Return the number of experts on all ranks, among which ids choose (`world_experts` of `Routing.from_topk`).
 
-    given: the caller's world_experts. None: the number is derived from expert_map or num_experts.
+    given: the caller's world_experts. None: the length of expert_map, at least num_experts; num_experts without a map.
 
     Raises:
         ValueError, TypeError: the caller's number is invalid, or smaller than num_experts.

@@ -48,7 +48,7 @@ def gate_arguments(stats: Tensor, scale: Tensor, base: Tensor, n: int) -> Tensor
     """Return z [..., K] = p / rms * scale + base, for the K = n n + 2n coefficients.
 
     Args:
-        stats: [..., K + 2], see `boundary`.
+        stats: [..., K + 2]: p, then rms, then one number that is not used here (see `boundary`).
         scale: [3], a factor each for pre, post and comb.
         base: [K].
     """

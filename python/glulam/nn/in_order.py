@@ -35,7 +35,8 @@ def route_in_order(
         name: the router's name in errors.
         tokens, weight, weight_bias: [N, H], [E, H] and [E] or None.
         dtype: dtype of the logits.
-        k, options: see `route`.
+        k: number of experts for each token.
+        options: further keyword arguments of `glulam.route`.
 
     Raises:
         NotImplementedError: no kernel computes these logits batch-invariantly: tokens are on the CPU, or neither the

@@ -259,7 +259,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
 def arguments_of(experts: Any) -> dict[str, Any] | None:
     """Return the weights and options of the child `experts` as arguments, so that its parent runs the operator itself.
 
-    They are the result of `GroupedMLP.arguments`. None: the child must be called as a module.
+    They are keyword arguments of the fused operators. None: the child must be called as a module.
     """
     if is_plain(experts, GroupedMLP) and experts.has_plain_layers():
         found: dict[str, Any] = experts.arguments()
