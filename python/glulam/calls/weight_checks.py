@@ -97,8 +97,8 @@ def _check_expert(
 def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
     """Raise ValueError if weights are a transposed view.
 
-    Such a caller needs other advice than .contiguous(), which keeps the view's values. A caller who passes w.mT, as to
-    torch's grouped_mm, means the product that takes w itself here: the transposed matrix would give a wrong result.
+    The error does not advise .contiguous(), which keeps the view's values: a caller who passes w.mT, as to torch's
+    grouped_mm, means the product that takes w itself here, and could get a wrong result without an error.
     """
     if not weights.is_contiguous() and weights.mT.is_contiguous():
         raise ValueError(

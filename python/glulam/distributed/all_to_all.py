@@ -198,9 +198,9 @@ class _Rows(Exchange):
         return out
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        """Send `rows` to all ranks, and return `out` filled with the rows that come from them.
+        """Send each rank its part of `rows`; write the rows that come from all ranks to `out`, and return `out`.
 
-        num_out, num_in: numbers of rows by rank, as for `AllToAll.swap`.
+        num_out, num_in: numbers of rows that come from each rank, and that go to each rank.
 
         With gloo, which does not send GPU memory, GPU tensors go through the host.
         """
