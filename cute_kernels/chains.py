@@ -49,8 +49,8 @@ class Of:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Source of a stage's argument: the number of kernels that the same call launches before this stage. Steps that a
-    call leaves out do not count."""
+    """Marks an argument of a stage (one kernel of a chain) whose value is the number of kernels that the same call
+    launches before the stage. Stages that the call leaves out do not count."""
 
 
 Source = str | int | Of | Position

@@ -97,7 +97,8 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 
 
 def _low_of(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-    """Return the further arguments of a GEMM with LoRA adapters of rank Q; none if the spec is not adapted.
+    """Return the arguments that LoRA adapters of rank Q add to a GEMM: (tensors: low), (addresses: low_w); two empty
+    tuples if the spec is not adapted.
 
     An adapter has two matrices.
 

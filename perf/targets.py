@@ -72,7 +72,8 @@ def targets_of(record: dict[str, Any]) -> Targets:
 
 
 def copy_target(record: dict[str, Any]) -> float | None:
-    """Return the target of a decoding record of FC1 or FC2, as a share of a device copy's rate; None of others."""
+    """Return the rate that FC1 or FC2 must reach in a benchmark's record with few rows an expert (decoding), as a share
+    of the rate of a device-to-device copy; None for other records."""
     return DECODE_COPY if record["case"]["name"].endswith("decode") and record["op"] in ("fc1", "fc2") else None
 
 

@@ -166,8 +166,8 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def _start_loads(self, k_tile: Int32):
-        """Start to load the block scales of a k-tile. Past a row's last block, other scales are loaded, since the
-        elements there are zeros."""
+        """Start to load the block scales of a k-tile. Past a row's last block, the row's last scales are loaded: any
+        will do, since the elements there are zeros."""
         first, last = k_tile * ROW_BLOCKS + self.first_block, self.scales.blocks - 1
         if self.is_aligned:
             first = cutlass.min(first, last - 1)

@@ -117,8 +117,8 @@ def coefficient_floats(n: int) -> int:
 
 
 def tile_sums(n: int) -> int:
-    """Return how many sums over columns a token tile has. Each token has n^2 + 2n + 2 sums: the elements of the
-    projection p, the sum of the updated streams' squares, and the sum of the mix u's squares.
+    """Return how many sums over columns all tokens of a tile have together. Each token has n^2 + 2n + 2 sums: the
+    elements of the projection p, the sum of the updated streams' squares, and the sum of the mix u's squares.
 
     First come the elements of p of all tokens, then the two sums of squares of each token.
     """

@@ -155,7 +155,8 @@ def allows_unvalidated() -> bool:
 
 
 def state_of(arch: str, gpu: str) -> str:
-    """Return TESTED, VALIDATED or NEVER_RUN for an architecture's kernels on this machine. `gpu`: the GPU's name."""
+    """Return TESTED (by Glulam's developers, on such a GPU), VALIDATED (by `glulam validate`, on this machine) or
+    NEVER_RUN for an architecture's kernels. `gpu`: the GPU's name."""
     if ARCHS[arch].tested_on:
         return TESTED
     from ffi_bridge import stamps
