@@ -166,11 +166,11 @@ def sanitize(index: int, tools: Sequence[str], run: launches.Share, folder: Path
 
 
 def _part(text: str) -> tuple[int, int]:
-    """Read a part K/N. Raises ValueError unless 1 <= K <= N."""
-    part, parts = map(int, text.split("/"))
-    if not 1 <= part <= parts:
-        raise ValueError(text)
-    return part, parts
+    """Read a part K/N. Raises ArgumentTypeError unless 1 <= K <= N."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; give K/N with 1 <= K <= N, such as 1/4")
+    return int(part), int(parts)
 
 
 def main(given: Sequence[str] | None = None) -> int:
