@@ -78,7 +78,11 @@ class _StandIns:
 
 
 Traced = tuple[Any, tuple]
-"""A host function, and the arguments with which to compile it."""
+"""A host function, and the arguments with which to compile it.
+
+Each module that makes a kernel has a function `trace`, which returns this for a spec: the host function that launches
+the spec's kernel, and stand-ins for its arguments.
+"""
 
 
 def traced(spec: Spec, host: Any) -> Traced:

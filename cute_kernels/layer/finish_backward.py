@@ -144,5 +144,4 @@ class Finish:
 
 
 def trace(spec: BackwardCleanupSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Finish(spec))

@@ -236,5 +236,4 @@ KERNELS = {"gate": Gate, "gate_backward": GateBackward}
 
 
 def trace(spec: LayerSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec))

@@ -162,5 +162,4 @@ KERNELS = {"choose": Choose, "count": Count, "place": Place}
 
 
 def trace(spec: LayerSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec))

@@ -125,5 +125,4 @@ class RouteBackward(Invariant):
 
 
 def trace(spec: LayerSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, RouteBackward(spec))

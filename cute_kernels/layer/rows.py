@@ -180,5 +180,4 @@ KERNELS = {"combine": Combine, "permute": Permute, "row_weights_backward": RowWe
 
 
 def trace(spec: LayerSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec))

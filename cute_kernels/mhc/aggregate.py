@@ -142,5 +142,4 @@ KERNELS = {"aggregate": Aggregate, "aggregate_backward": AggregateBackward}
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

@@ -381,5 +381,4 @@ class Boundary(Invariant):
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Boundary(spec.name, DTYPES[spec.dtype], spec.n))

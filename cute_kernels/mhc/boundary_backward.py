@@ -266,5 +266,4 @@ class BoundaryBackward(Invariant):
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, BoundaryBackward(spec.name, DTYPES[spec.dtype], spec.n))

@@ -363,5 +363,4 @@ KERNELS = {"post_mix": PostMix, "post_mix_backward": PostMixBackward}
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

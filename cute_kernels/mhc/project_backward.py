@@ -551,5 +551,4 @@ KERNELS = {"project_backward": ProjectBackward, "pre_backward": PreBackward}
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

@@ -324,5 +324,4 @@ KERNELS = {"sinkhorn": Sinkhorn, "sinkhorn_backward": SinkhornBackward}
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

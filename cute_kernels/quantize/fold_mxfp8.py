@@ -431,5 +431,4 @@ class Fold:
 
 
 def trace(spec: FoldMxfp8Spec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Fold(spec))

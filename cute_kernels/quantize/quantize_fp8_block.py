@@ -98,5 +98,4 @@ class Quantize:
 
 
 def trace(spec: QuantizeFp8BlockSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Quantize(spec))

@@ -202,5 +202,4 @@ def _upper_bytes(words: list[Int32]) -> Int32:
 
 
 def trace(spec: QuantizeMxfp4Spec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, QuantizeMxfp4(spec))

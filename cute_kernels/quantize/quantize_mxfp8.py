@@ -113,5 +113,4 @@ class Round:
 
 
 def trace(spec: QuantizeMxfp8Spec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, (Round if spec.rounded else Quantize)(spec))

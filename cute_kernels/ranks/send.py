@@ -522,5 +522,4 @@ KERNELS = {"send_tokens": SendTokens, "send_sums": SendSums}
 
 
 def trace(spec: LayerSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, KERNELS[spec.kernel](spec))

@@ -7,5 +7,4 @@ from ..decoded_gemm import DecodedGemm, RoundingEpilogue
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return glu_decoded.trace(spec, DecodedGemm, RoundingEpilogue)

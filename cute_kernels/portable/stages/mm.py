@@ -7,5 +7,4 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return mm.trace(spec, GroupedGemm)

@@ -8,5 +8,4 @@ from ..decoded_lines import DecodedLinesGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return mm_decoded.trace(spec, DecodedLinesGemm, LinearEpilogue)

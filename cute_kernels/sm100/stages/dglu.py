@@ -11,5 +11,4 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return dglu.trace(spec, GroupedGemm, DgluEpilogue)

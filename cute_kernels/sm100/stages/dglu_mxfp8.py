@@ -11,5 +11,4 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Dglu(spec, GroupedMxfp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))

@@ -7,5 +7,4 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return glu.trace(spec, GroupedGemm)

@@ -8,6 +8,5 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     gemm = GroupedMxfp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
     return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

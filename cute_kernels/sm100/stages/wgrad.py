@@ -7,5 +7,4 @@ from ..grouped_wgrad import GroupedWgrad
 
 
 def trace(spec: GroupedWgradSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return wgrad.trace(spec, GroupedWgrad)

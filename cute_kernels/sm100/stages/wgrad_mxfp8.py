@@ -33,5 +33,4 @@ class Wgrad:
 
 
 def trace(spec: WgradSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Wgrad(spec))

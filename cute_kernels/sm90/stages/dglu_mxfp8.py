@@ -42,5 +42,4 @@ class Dglu:
 
 
 def trace(spec: DgluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Dglu(spec, GroupedFp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))

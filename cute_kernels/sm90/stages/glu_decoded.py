@@ -8,5 +8,4 @@ from ..swapped_gemm import SwappedGemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return glu_decoded.trace(spec, SwappedGemm, SwappedActivationEpilogue)

@@ -11,5 +11,4 @@ from .glu_mxfp8 import Glu
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Glu(GroupedBlockFp8Gemm(spec, BlockQuantizingEpilogue(DTYPES[spec.dtype], spec))))

@@ -39,7 +39,6 @@ class Glu:
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     dtype = DTYPES[spec.dtype]
     if spec.tile.swapped:
         return traced(spec, Glu(GroupedSwappedFp8Gemm(spec, SwappedQuantizingEpilogue(dtype, spec))))

@@ -55,6 +55,5 @@ class GluPreact(Glu):
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     gemm = GroupedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
     return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

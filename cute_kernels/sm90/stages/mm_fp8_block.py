@@ -9,5 +9,4 @@ from .mm_mxfp8 import Mm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Mm(GroupedBlockFp8Gemm(spec, LinearEpilogue(DTYPES[spec.dtype], spec.tile))))

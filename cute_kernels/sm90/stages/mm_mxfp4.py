@@ -39,7 +39,6 @@ class Mm:
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
     if spec.tile.swapped:
         return traced(spec, Mm(GroupedSwappedFp8Gemm(spec, SwappedLinearEpilogue(dtype, spec.tile, weights=weights))))

@@ -37,6 +37,5 @@ class Mm:
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
     return traced(spec, Mm(GroupedFp8Gemm(spec, epilogue)))
