@@ -77,7 +77,8 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _rows(statement: ast.stmt) -> dict[str, ast.expr]:
-    """Return the rows of the table that a statement assigns, values by key; empty if it assigns no table."""
+    """Return the keys and value expressions of the dict literal that a statement assigns to a name; {} if it assigns
+    none, or one with other keys than texts."""
     value = getattr(statement, "value", None) if _bound(statement) else None
     if not isinstance(value, ast.Dict):
         return {}

@@ -40,9 +40,13 @@ COMPILED_AT_ONCE = 4  # pairs of a scheme and a model; each has as many compiler
 
 
 class Scheme(NamedTuple):
-    """Formats of the weights and of the GEMMs' input rows.
+    """A way to compute by Humming: the formats of weights and of the GEMMs' input rows.
 
-    `weights` is the recipe whose checkpoint format is read.
+    Attributes:
+        name: the contestant's name.
+        recipes: our recipes with which it is compared.
+        weights: name of our recipe whose checkpoint format its weights have.
+        has_fp8_rows: True: input rows are quantised to FP8. False: they have 16 bits.
     """
 
     name: str

@@ -113,7 +113,8 @@ class Prefetched(NamedTuple):
 
     Attributes:
         row_scales: two row scales for each slab.
-        column_scales: scale bytes of some of the tile's columns; None if weight rows have no scale.
+        column_scales: scale bytes of the columns t, t + THREADS, ... of the tile, which belong to weight rows; t is the
+            thread's index in the warpgroup. None if weight rows have no scale.
     """
 
     row_scales: cute.Tensor
@@ -267,8 +268,9 @@ class Epilogue(KernelEpilogue):
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
         """Copy the biases of the tile's columns into shared memory, and load this thread's scales into registers.
 
-        Returns `Prefetched`: two row scales for each slab (1 if there are no row scales), and scale bytes of some
-        columns.
+        Returns `Prefetched`: two row scales for each slab (1.0 where there are no row scales) and, if each weight row
+        has a scale, the scale bytes of this thread's columns, by which `finish` multiplies. A column of the tile
+        belongs to a weight row. Thread t of the warpgroup has columns t, t + THREADS, ...
         """
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)

@@ -24,9 +24,11 @@ from .slice_tile import SliceTile
 
 
 class BoundaryTile(SliceTile):
-    """Layout of a stage of the boundary's backward: 2n + 2 arrays of 16-bit numbers, then the token tile's block.
+    """Layout of a stage of the boundary's backward (both at the top of this file): 2n + 2 arrays of 16-bit numbers,
+    each [16 tokens, the CTA's columns], then the token tile's block.
 
-    The block holds dp and the tokens' records (`boundary_backward_shapes.block_bytes`).
+    The block holds dp (the gradient of the projection p of the updated streams) and a record for each token: the
+    token's coefficients as float32 numbers (`record`).
 
     Attributes:
         streams: index of the first of the n arrays of streams.

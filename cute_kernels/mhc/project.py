@@ -99,8 +99,9 @@ class Path(NamedTuple):
 
 
 class Project(Invariant):
-    """Host function and first kernel of `project`: p = x weight^T, then norm and gates (gates.py). Results: h_pre,
-    h_post and h_res, float32.
+    """Host function and first kernel of `project`. The first kernel computes p = x weight^T and the squares of x, a
+    part of each for every slice of the columns. The second kernel (`gates.ProjectFinish`) adds the parts, and applies
+    norm and gates. Results: h_pre, h_post and h_res, float32.
 
     The kernel multiplies 16-bit weights, in the streams' dtype. For float32 weights, `ExactProducts` is launched
     instead.
@@ -114,7 +115,8 @@ class Project(Invariant):
         workspace: the address of float32, `shapes.project_workspace` elements.
         forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
         width: C.
-        slices, slice_columns, groups: the division of columns and tokens over CTAs (`shapes.Slices`).
+        slices, slice_columns, groups: number of slices of the columns, columns of a slice, and CTAs for each slice,
+            which share the tokens (`shapes.Slices`).
     """
 
     def __init__(self, spec: MhcSpec):
@@ -376,5 +378,4 @@ def _exchanged(row: Int32, vector: Int32) -> Int32:
 
 
 def trace(spec: MhcSpec) -> Traced:
-    """Return the host function that launches the spec's kernel, and stand-ins for its arguments to compile it with."""
     return traced(spec, Project(spec))

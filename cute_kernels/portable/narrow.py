@@ -316,8 +316,9 @@ class NarrowE4m3(Narrow):
 class NarrowE4m3ByFours(NarrowE4m3):
     """E4M3 weights for tiles of few rows of x. A lane reads four neighbouring elements.
 
-    NaN is decoded as the number 480. So `columns` notes each column in which it meets a NaN, and `nans` reports these
-    columns.
+    A weight row is a column of the MMA's operand b, and of the result. NaN is decoded as the number 480. So the method
+    `columns`, which decodes, notes each column in which it meets a NaN, and the method `nans` returns an operand b that
+    makes these columns of the result NaN.
     """
 
     notes_nans = True

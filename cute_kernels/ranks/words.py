@@ -198,10 +198,10 @@ class Operation(Invariant):
         return word
 
     def _stamp(self, kind: int) -> Int64:
-        """Return this operation's number at the place that it has in words of a kind: the upper 40 bits. In `enter`
-        words, which may be arbitrarily old, it takes all 64 bits.
+        """Return this operation's number as words (messages) of a kind hold it: shifted to the upper 40 bits; in
+        `enter` words, which may be arbitrarily old, as all 64 bits.
 
-        kind: an index of WORDS.
+        kind: the kind of the words, an index of windows.WORDS.
         """
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 

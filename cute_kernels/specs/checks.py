@@ -71,10 +71,12 @@ def check_decoded(operands: str, dtype: str) -> None:
 
 
 def check_decoded_lines(operands: str, tile: TileConfig) -> None:
-    """Raise SpecError if no kernel computes the data gradient's GEMM (dy W) of decoded weights for these operands or
-    this tile.
+    """Raise SpecError if no kernel computes the data gradient's GEMM (dy W) with these operands on this tile.
 
-    This GEMM contracts over the rows of W. Its MMAs read 16-bit numbers, which the kernel decodes to shared memory.
+    The GEMM contracts over the rows (lines) of W, which is quantised. The kernel decodes lines to 16-bit numbers in
+    shared memory, from which the MMAs read.
+
+    operands: a key of OPERANDS whose weights are decoded.
     """
     if not OPERANDS[operands].has_data_gradients:
         raise SpecError(f"operands={operands!r} has no data gradient, since it rounds rows; choose 'mxfp8_weight_only'")

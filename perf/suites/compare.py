@@ -143,7 +143,7 @@ class Operation:
     def work(self, active: int) -> dict[str, int]:
         """Return {"flop": useful FLOP, "bytes": fewest bytes}.
 
-        The bytes are those of `active` experts' weights and of all other tensors, once.
+        The bytes are the weights of `active` experts and all other tensors, each counted once.
         """
         weights = sum(active * weight[0].nbytes for weight in self.weight)
         flop = sum(2 * self.rows * weight[0].numel() for weight in self.weight)

@@ -118,7 +118,10 @@ class SwappedSlots(Slots):
 
 
 class SwappedState(Invariant):
-    """State of one MMA warpgroup's epilogue while the kernel runs."""
+    """State of one MMA warpgroup's epilogue of a swapped tile, whose MMAs have weights as rows and x as columns.
+
+    It has the kernel's inputs, the warpgroup's staging slots and small shared memory, and the thread's lane and warp.
+    """
 
     def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
         self.inputs = inputs

@@ -55,7 +55,7 @@ class SwappedFp8Mainloop(DecodedFp8Mainloop):
         return cute.make_rmem_tensor(self.tile.slabs * self.slab_regs, Float32)
 
     def first_row(self, share: TileShare) -> Int32:
-        """Return a thread's first row of x in the tile, a column of the MMA."""
+        """Return a thread's first row of x in the tile. Rows of x are the MMA's columns, since operands are swapped."""
         return cute.arch.lane_idx() % 4 * 2
 
     @property

@@ -47,9 +47,11 @@ class WgradMainloop(Mainloop):
         self.rows_of_b = GatherAcrossRows(tile.n, tile.k, dtype)
 
     def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
-        """Host side: make the TMA descriptors of dy and x, as ragged views (column, row, wrap, end) (memory/ragged.py).
+        """Host side: make the TMA descriptors of dy and x, as ragged views (column, row, wrap, end). By the coordinates
+        of `wrap` and `end`, TMA clips rows where a group ends (memory/ragged.py).
 
-        dy_rows, x_rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. One or both are 0.
+        dy_rows, x_rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. One or both are 0. Rows
+        that come by index are copied by warps, not by TMA.
         """
         atom_a, a = self._tma(self._columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(self._columns(x), self.b_major, self.tile.n, self.tile.cluster_m)

@@ -289,7 +289,7 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with one launch. Arguments and result are those of `_data_gradients`, above."""
+        """Compute the data gradients with one launch. `_data_gradients` describes the arguments and the result."""
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 
@@ -400,10 +400,12 @@ class DataPath(Path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
-    """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe in MXFP8, with weights that are trained.
+    """Forward and gradients (a `path.Path`) of grouped_mlp and moe in MXFP8, with weights that are trained.
 
-    Forward is one call or launch. In a moe, forward reads tokens by index instead of copying them to rows, so that each
-    token is quantised only once. Forward never has the activation in 16 bits, so the gradient of w2 needs h, too.
+    Forward is one part: one kernel launch in a planned step, otherwise one call of the public operator. In a moe,
+    forward reads tokens by index instead of copying them to rows, so that each token is quantised only once. Forward
+    computes the activation in MXFP8 alone. So for the gradient of w2, backward computes it again in 16 bits from the
+    preactivation h, which is saved for that, too.
 
     Attributes:
         activation_options: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`, True if a weight

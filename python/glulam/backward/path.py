@@ -219,10 +219,11 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
-        """Compute a part of the step by calling the public operator; return the operator's results.
+        """Compute a part of forward or backward, such as a GEMM, by calling its public operator; return the results.
 
         Args:
-            declared: function that returns the class and options of the part's call.
+            declared: function that returns the class of the part's call (a `Call`, which has the operator) and the
+                call's options.
             groups: group sizes.
             tensors: the part's other tensor arguments.
         """

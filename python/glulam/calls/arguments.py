@@ -162,7 +162,7 @@ class Arguments:
         """Check the leading argument, and the indices `rows` that select its rows.
 
         Args:
-            dtypes: the allowed dtypes. None: those of the kernels on a GPU, those of the reference elsewhere.
+            dtypes: the allowed dtypes. None: the dtypes of the kernels on a GPU, the dtypes of the reference elsewhere.
 
         Returns:
             (number of columns of the leading argument, a matrix of T rows with which `check_rows_like` compares other

@@ -42,8 +42,9 @@ def checking() -> bool:
 class Call(PlanMaker):
     """One call of an operator: its arguments, and methods that check, compute and differentiate it.
 
-    Each operator has a subclass, which checks the arguments (`check`) and has a `definition`. The rest is derived from
-    the operator's parameters (`declare`).
+    Each operator has a subclass, which checks the arguments (`check`) and has a `definition`: data that says how the
+    operator's results, kernel arguments and reference are made (`definition.Definition`). The rest is derived from the
+    operator's parameters and their roles, such as a weight or a dtype (`declare`).
 
     Attributes:
         explains: True if `glulam.explain` accepts this operator.
@@ -59,8 +60,8 @@ class Call(PlanMaker):
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
             module.
         torch_types: an argument's type in torch's schema, by name, where it differs from the type of its role.
-        fixed_without_out: values of arguments, by name, that the torch operator without `out` does not take.
-        fixed_with_out: values of arguments, by name, that the torch operator with `out` does not take.
+        fixed_without_out: for the torch operator without `out`: the values of arguments that its schema lacks, by name.
+        fixed_with_out: for the torch operator with `out`: the values of arguments that its schema lacks, by name.
         is_torch_op: True if the operator is registered with torch.
         has_torch_out: True if there are torch operators that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.

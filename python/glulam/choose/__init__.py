@@ -33,7 +33,7 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
     Args:
         problem: the problem. If `world_experts` is set (expert parallelism), the kernel is chosen for
             `problem.expected`, the number of rows that are expected on this rank.
-        arch: the architecture, e.g. "sm90".
+        arch: the architecture, e.g. "sm_90a".
         gpu: the GPU's name, by which tuned tables are found. "": no tuned table is read.
     """
     if problem.expected is not problem:
@@ -76,7 +76,7 @@ class Chooser:
 
     Args:
         problem: any of these problems.
-        arch: the architecture, e.g. "sm90".
+        arch: the architecture, e.g. "sm_90a".
         gpu: the GPU's name, by which tuned tables are found. "": no tuned table is read.
     """
 

@@ -397,7 +397,7 @@ def write(path: Path, sections: Sequence[Section], read: Callable[[Path], list[S
 
     Args:
         path: the file.
-        sections: the sections to add. If the file has times at the same rows, those of the later date are kept.
+        sections: the sections to add. If the file has times at the same rows, the times of the later date stay.
         read: function that returns the sections that the file has already, or raises.
 
     Raises:

@@ -104,7 +104,8 @@ def _byte(bits: Bits) -> Bits:
 
 @functools.cache
 def _tables() -> list[list[int]]:
-    """Return four tables, one for each pair of a word, that map a pair's byte (0 to 255) to bits of the word, int32.
+    """Return four tables, one for each pair of elements in a word, that map the pair's byte in a checkpoint (0 to 255)
+    to the bits of the word (int32) that hold the pair.
 
     The word is the exclusive or of the four pairs' entries, since it is a linear function of the bytes over GF(2).
     """

@@ -21,14 +21,14 @@ from .sinkhorn import MAX_ITERS, sinkhorn, sinkhorn_backward
 
 
 class PreResults(NamedTuple):
-    """Results of pre.
+    """Results of pre, for n residual streams of C columns.
 
     Attributes:
         out: [..., C] in the streams' dtype, the sub-layer's input.
         residual: the streams x, to be passed to post_mix instead of x. Then the kernel that computes x's gradient also
             adds the gradient that comes from post_mix, without a separate pass.
-        h_post: [..., n], float32.
-        h_res: [..., n, n], float32, doubly stochastic.
+        h_post: [..., n], float32, the weight with which post_mix adds the sub-layer's output to each stream.
+        h_res: [..., n, n], float32, doubly stochastic, the matrix by which post_mix mixes the streams.
     """
 
     out: Tensor

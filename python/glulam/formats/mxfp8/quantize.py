@@ -98,7 +98,7 @@ def quantize_mxfp8(
 def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]:
     """Check `out`, and return its tensors: the data and scales of each copy (by rows, by columns).
 
-    Arguments: those of `quantize_mxfp8`.
+    `quantize_mxfp8` describes the arguments.
     """
     if out.__class__ is MXFP8Tensor and (out.axis, out.block, out.scale_layout) == (axis, block, scale_layout):
         return [out.data, out.scale]
