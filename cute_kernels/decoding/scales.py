@@ -236,5 +236,6 @@ def _signs_of(row: int) -> int:
 
 
 def is_bad(bad: Int32, row: int) -> cutlass.Boolean:
-    """Return True if a row has a bad byte. bad: the words of `Scales.bad` of several rows, combined."""
+    """Return True if row number `row` has a bad scale. bad: the words that `Scales.bad` returned for rows, combined by
+    OR."""
     return (bad & Int32(_signs_of(row))) != 0

@@ -108,7 +108,7 @@ class PreactPair(Invariant):
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
-        """Overwrite the elements that `read` returned for the same piece by their gradients.
+        """Write gradients to the slots in shared memory, where `read` read the elements of the same piece.
 
         Args:
             number: the chunk's number in the CTA.

@@ -103,12 +103,15 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """Make the tensor b of a LoRA adapter's packed matrices. low [T, r] is multiplied by it: the product is low b_e^T
-    with b [E, width, r] or, if transposed, low b_e with b [E, r, width].
+    """Make the tensor of a LoRA adapter's packed matrices b_e: [1, width, r] or, if transposed, [1, r, width].
 
-    The tensor's first dimension has size 1 instead of E, since kernels address experts by offsets.
+    The first dimension has size 1 instead of E, since kernels address experts by offsets.
 
-    address: the address of the first matrix.
+    Args:
+        low: the rows [T, r] that the matrices multiply: low b_e^T or, if transposed, low b_e. It gives r and the dtype.
+        address: the address of the first matrix.
+        width: number of columns of the product.
+        transposed: which of the two orders the matrices have.
     """
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)

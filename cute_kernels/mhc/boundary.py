@@ -279,7 +279,9 @@ class Boundary(Invariant):
         self, stage: cute.Pointer, has_update: Boolean, streams: cute.Tensor, squares: cute.Tensor,
         half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Update and mix a lane's columns of one of its two tokens, number `half`.
+        """Update the streams and mix them into u, for a lane's columns of one of its two tokens, number `half`.
+
+        u, from which the norm makes x, is kept in the tile's last array.
 
         Args:
             stage: the tile's arrays in shared memory.

@@ -191,9 +191,10 @@ class BoundaryColumns(Invariant):
         return found
 
     def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
-        """Write a lane's columns of d_streams_i or d_y, rounded, to an array of results at `offset`.
+        """Write a lane's columns of d_streams_i or d_y, rounded, to an array of results, `offset` words in.
 
-        The written values are the sum over streams j of totals[j] (d'_j) times factors[j] (comb_ij, or post_j for d_y).
+        They are the sum over j of totals[j], the gradient of updated stream j, times factors[j]: comb_ij for
+        d_streams_i, post_j for d_y.
         """
         values = cute.make_rmem_tensor(COLUMNS, Float32)
         values.store(totals[0] * factors[0])

@@ -293,11 +293,13 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
-        """Store this CTA's sums over tokens as one row of `sums`: [K] for the gradient of the bias, then [K] for the
+        """Add the sums of the CTA's lanes over its warps, and store them as one row of `sums`.
+
+        The row has K sums (one for each of a token's projections) for the gradient of the bias, then K for the
         gradients of the alphas.
 
         Args:
-            of_bias, of_alpha: the lane's sums (`_through_gates`).
+            of_bias, of_alpha: the lane's sums over the warp's tokens (`_through_gates`).
             sums: the address of float32 [CTAs, 2 K].
         """
         thread, _, _ = cute.arch.thread_idx()

@@ -229,8 +229,8 @@ class Project(Invariant):
 
     @cute.jit
     def _start(self, ring: cute.Pointer, problem: Projection, path: Path, first: Place) -> Place:
-        """Start the copies of the warp's first steps, to all stages of its ring except one. They run while the weight
-        is read. Return the step to copy next."""
+        """Start to copy the words of the warp's first steps, to all stages of its ring except one, while the weight is
+        read. Return the step to copy next."""
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
             ahead = self._advance(ring + stage * self.stage_words, problem, path, ahead, stage < path.total)

@@ -208,7 +208,7 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
         large: bool,
     ) -> None:  # fmt: skip
-        """Add the products of a k-tile's weights with the first `columns` rows of x to acc.
+        """Add the products of a k-tile's weights with the first rows of x, which are the MMA's columns, to acc.
 
         The multiplier of a large scale (above 2, for MXFP4) exceeds bfloat16's range. Weights with such a scale are
         decoded with the greatest multiplier in range, and a second product with `rest_of_multiplier` makes up for the
@@ -216,9 +216,8 @@ class FewRowsMainloop(DecodingMainloop):
 
         Args:
             words: the thread's weights, from `_words`.
-            first_column: shared-memory address of the 8 columns of x that the thread reads first, in its first row of
-                x.
-            columns: number of rows of x, which are the MMA's columns; a multiple of COLUMNS.
+            first_column: shared-memory address of the 8 elements that the thread reads first, in its first row of x.
+            columns: number of rows of x; a multiple of COLUMNS.
             large: True: the warp has a large scale, so all its weights get the second product. False: no weight needs
                 it.
         """

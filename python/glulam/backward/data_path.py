@@ -266,7 +266,7 @@ class DataPath(Path):
     def _data_gradients(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients with a separate launch or call for each GEMM; for a moe, sum x's by token.
+        """Compute the data gradients with a separate launch or call for each GEMM; for a moe, sum dx by token.
 
         Args:
             saved: saved tensors by name.

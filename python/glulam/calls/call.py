@@ -33,8 +33,7 @@ ENV_CHECK = "GLULAM_CHECK"
 def checking() -> bool:
     """Return True if group sizes must be read back and checked ($GLULAM_CHECK).
 
-    The variable is read whenever a plan would be made. With it no plan is kept, so that every call gets here and is
-    checked.
+    Calls that find a kept plan do not ask. While the variable is set no plan is kept, so that every call asks.
     """
     return os.environ.get(ENV_CHECK, "0") not in ("", "0")
 

@@ -187,7 +187,7 @@ class PlanMaker(Arguments):
 
         Args:
             problem: the call's problem.
-            checked: True: the plan checks arguments at addresses that it has not seen.
+            checked: True: whenever the plan runs, it checks each argument whose address it has not checked before.
             serving: a `kernels.Fixed`, to use a particular kernel. None: `choose` chooses the kernel.
             gpu: the GPU that the plan is for. None: the GPU of the leading argument.
         """

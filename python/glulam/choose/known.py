@@ -489,7 +489,10 @@ def tuned_specs(gpu: str) -> list[Spec]:
 
 
 def all_loadable(gpu: str = "") -> Iterator[Spec]:
-    """Yield all preferred and tuned kernels that can be loaded without compiling, so that calls may get them."""
+    """Yield the preferred and tuned kernels that calls may get: those that can be loaded without compiling.
+
+    gpu: the GPU's name, whose tables count.
+    """
     _known()
     yield from _preferred_of(list(_preferred))
     yield from filter(loadable.is_loadable, tuned_specs(gpu))

@@ -217,7 +217,7 @@ def _check_preferences() -> Finding:
 
 
 def _check_tables(gpu: Gpu | None) -> Finding:
-    """Check the tables of tuned kernels, and count the layers for which they hold on this GPU."""
+    """Check that the tables of tuned kernels can be read, and count the layers (shapes) tuned for this GPU in them."""
     if not known.tables():
         return "ok", "no tables: kernels are the shipped choice"
     found = known.read_tables(gpu.name if gpu else "")

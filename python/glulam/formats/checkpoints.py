@@ -144,7 +144,8 @@ def _projections(names: ExpertNames) -> tuple[str, str, str]:
 
 
 def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
-    """Find the dialect (`checkpoint_names.Dialect`, a storage convention) by the tensors' part names and dtypes.
+    """Find the dialect (`checkpoint_names.Dialect`, a storage convention) by the names and dtypes of the parts in which
+    a weight is stored, such as its elements and its scales.
 
     Args:
         state: the checkpoint's tensors by name.
@@ -153,7 +154,7 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
         projections: names of gate, up- and down-projection.
 
     Raises:
-        ValueError: no dialect has these part names, or a part is missing.
+        ValueError: no dialect has parts of these names, or a weight lacks a part that others have.
         TypeError: no dialect has these dtypes.
     """
     part_names = names.part_names()

@@ -205,7 +205,9 @@ class ExpertList:
 
 
 def with_kept_table(kind: str, tensors: Sequence[Tensor]) -> Any:
-    """Replace a list by an ExpertList if its table is kept and its tensors passed the checks before. For each call.
+    """Replace a list by an ExpertList if its table of addresses is kept and its tensors passed the checks before.
+
+    Each call runs this function, so it must be fast.
 
     Args:
         kind: "weight", "bias" or "gradient".

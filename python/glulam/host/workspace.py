@@ -183,7 +183,7 @@ def _view(layout: MatrixLayout | MatrixLayouts, stream: int) -> Any:
 
 
 def _buffer(layout: MatrixLayout | MatrixLayouts, stream: int) -> Tensor:
-    """Return the buffer of this device and stream; make a larger one if it is too small for the layout."""
+    """Return the kept buffer of the layout's device and of a stream. If it is too small, a larger one replaces it."""
     key = (layout.index, stream)
     buffers = _kept.buffers
     buffer = buffers.get(key)

@@ -76,7 +76,7 @@ class Plan(NamedTuple):
         post: name of the module's method that is applied to the experts' results before they are multiplied by the
             router's weights; "": none.
         options: keyword arguments of `glulam.moe`.
-        numbers: the module's int and float attributes when its activation was recognised. The activation's limits and
+        numbers: the module's int and float attributes as they were when the plan was made. The activation's limits and
             slopes are among them, so a change of one makes a new plan.
         fp8: description of the weights if the module is an FP8Experts, else None.
         world_experts: number of experts on all ranks if the module holds only a part of them, else None.

@@ -57,13 +57,13 @@ def boundary_backward(
 ) -> Any:  # fmt: skip
     """Return (d_y, d_streams, d_pre, d_post, d_comb, d_weight, d_norm_weight, d_sums).
 
-    d_sums holds the gradients of base, then of scale, in the dtype of sums over streams (`accumulator`). Each of the
-    others is None if its flag `of_...` is False.
+    d_sums holds the gradients of base, then of scale, in the dtype in which `boundary` adds (`accumulator`). Each of
+    the others is None if its flag `of_...` is False.
 
     Args:
         d_new_streams, d_x, d_new_pre, d_new_post, d_new_comb: gradients of boundary's results. None: there is none.
         x, stats: results of `boundary_streams`: the next sublayer's input [..., D]; norms and projections of each token
-            [..., n n + 2n + 2].
-        Others: see `boundary`. If y is None, of_y, of_post and of_comb must be False; if d_x is None, of_pre and
-            of_norm_weight.
+            [..., n * n + 2 n + 2], for n streams.
+        Others: see `boundary`. If y is None, of_y, of_post and of_comb must be False. If d_x is None, of_pre and
+            of_norm_weight must be False.
     """

@@ -180,7 +180,7 @@ class MoE(Converts):
         return y
 
     def _alone(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
-        """Return the result [N, H] and the routing, for a module whose experts are all in this process."""
+        """Return `forward`'s result [N, H] and the routing, for a module whose experts are all in this process."""
         tokens = self._tokens(x)
         routing = self.route(tokens, num_tokens)
         given = arguments_of(self._modules["experts"])

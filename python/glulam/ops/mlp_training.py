@@ -53,7 +53,8 @@ class DataGradients(NamedTuple):
     Attributes:
         dpreact: [T, 2I or I], the gradient of h.
         act: [T, I], the activation times the row scale, computed again for w2's gradient.
-        dx: [T, H], the gradient of x; in a layer [num_tokens, H]. None: it was not requested.
+        dx: [T, H], the gradient of x; in an MoE layer, where it is summed by token, [num_tokens, H]. None: it was not
+            requested.
         d_row_scale: float32 [T], the gradient of row_scale. None: it was not requested.
     """
 

@@ -71,7 +71,7 @@ def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight
     Args:
         kind: the format, a key of RECIPES.
         hidden, width: H and I.
-        dtype: dtype of rows.
+        dtype: dtype of the rows x.
         weight: any tensor of the layer.
 
     Raises:
@@ -117,7 +117,7 @@ def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weigh
     Args:
         given: the engine's tensors.
         gate: the activation.
-        dtype: dtype of rows.
+        dtype: dtype of the rows x.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("fp8_block", w2.shape[1], w2.shape[2], dtype, w2)
@@ -136,7 +136,7 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
 
     Args:
         given: the engine's tensors.
-        dtype: dtype of rows.
+        dtype: dtype of the rows x.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
@@ -159,7 +159,7 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
     Args:
         given: the engine's tensors. Elements are two in a byte. Scales are E8M0, or float32 powers of two, which are
             copied to E8M0.
-        dtype: dtype of rows.
+        dtype: dtype of the rows x.
         kind: "mxfp4": kernels decode the weights to 16 bits; elements are reordered in place for this.
             "mxfp4_fp8": rows are quantised to FP8; elements are unchanged, and each weight row gets a power of two, by
             which kernels make exact FP8 operands (`formats.mxfp4.rebase`). If the GPU has no such kernels, or scales of
@@ -190,7 +190,7 @@ def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Acti
             weight row, in plain (not swizzled) order.
         w13_scale_2, w2_scale_2: float32 global scales: [], one for all experts; [E]; or [E, 2], for the halves of w13.
         gate: the activation.
-        dtype: dtype of rows.
+        dtype: dtype of the rows x.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("nvfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
