@@ -18,7 +18,7 @@ import glulam
 from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS, QUANTIZE_AXES
 from glulam import names, recipes
 from glulam.choose.shipped import TILED
-from glulam.distributed.parallel import TRANSPORTS
+from glulam.distributed.checks import TRANSPORTS
 from glulam.formats.mxfp8 import layout
 from glulam.layer.checks import SCORES
 from glulam.nn.mlp import ExpertOptions

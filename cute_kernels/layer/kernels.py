@@ -23,7 +23,7 @@ Further arguments of send_tokens and send_sums:
     regions                     int64 [REGIONS, world], the address of each region of each rank's window (windows.py)
     state                       int64 [STATE], this rank's own state (windows.py)
     handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
-    sum_rows, weight_places     tables for sending results back (`ranks.send.Table`)
+    sum_rows, weight_places     tables for sending results back (`ranks.send_tokens.Table`)
     status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a
                                 byte for 32 elements
     is_summed                   1: y is [N, H], each token's rows already added; 0: y has rows, and row_of says whose
@@ -93,10 +93,11 @@ KERNELS: dict[str, Kernel] = {
         numbers("d_act preact row_scale d_preact d_row_scale", "tokens width kind glu_layout", NAMES_OF_PARAMS),
     ),
     "send_tokens": _of_rows(
-        "ranks.send", numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms")
+        "ranks.send_tokens",
+        numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms"),
     ),
     "send_sums": _of_rows(
-        "ranks.send", numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms")
+        "ranks.send_sums", numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms")
     ),
     "route_backward": Kernel(
         numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
@@ -105,6 +106,6 @@ KERNELS: dict[str, Kernel] = {
     ),
     "row_weights_backward": Kernel(numbers("d_rows row_of d_weights", "tokens k bound"), "layer.rows", ships=ANY),
 }
-RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module == "ranks.send")
+RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module.startswith("ranks."))
 """Names of the kernels that write to other ranks of the same host: send_tokens and send_sums. send_tokens moves bytes
 of any dtype."""

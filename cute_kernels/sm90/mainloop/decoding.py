@@ -40,10 +40,11 @@ from ..gemm_policy import GemmPolicy
 from ..split_depth import KTiles
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from ..turns import Turns
-from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
+from .base import BEFORE_MMA, MMA_K, MmaTile, Operands
 from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 from .weight_scales import SCALES_PER_WORD, ScaleGrid, WeightScales, thread_of_warpgroup
+from .weights_first import WeightsFirst
 
 # STEP_K: elements of k that are decoded in one step, since a word of E2M1 holds a thread's 8 elements of each 32. STEP:
 # wgmmas of a step.

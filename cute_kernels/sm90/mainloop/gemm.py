@@ -18,8 +18,9 @@ from ...memory.weights import ExpertAddress, expert_offset, lo_hi, part_offset
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..gemm_policy import GemmPolicy
-from .base import Loop, Operands, Source, WeightsFirst
+from .base import Loop, Operands, Source
 from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, arrive, row_indices
+from .weights_first import WeightsFirst
 
 
 class Weights(Invariant):

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import recipes
-from ..calls.addressed import WIDTH_MULTIPLE, check_like
-from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_flag, check_tensor, shape_text
+from ..calls.addressed import WIDTH_MULTIPLE
+from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor
 from ..formats.mxfp8 import MXFP8Tensor
-from ..layer.checks import MAX_EXPERTS, MAX_K, MAX_ROWS
+from ..layer.checks import MAX_ROWS
 from ..layer.routing import Routing
 from ..layer.rows import combine
 from ..names import Transport
 from ..recipes import Recipe
 from .all_to_all import AllToAll
-from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Handle, PeerError
+from .checks import NAME, check_back, check_options
+from .exchange import DISPATCH, Collect, Dispatch, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
 from .side_stream import SideStreamWork
@@ -31,12 +31,8 @@ from .tokens import SENT_AS, Tokens, as_read, check_tokens, in_mxfp8, quantizes,
 from .window import Sizes, shared_window
 
 __all__ = ["ExpertParallel", "PeerError"]
-NAME = "ExpertParallel"
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Allowed dtypes of the weights of choices."""
-MAX_RANKS = MAX_K
-"""Most ranks: the kernel that sums a token's rows from all ranks also sums the rows of its choices, at most MAX_K."""
 MOST_TRIED = 64
 
 
@@ -103,7 +99,7 @@ class ExpertParallel:
         options = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "max_tokens": max_tokens}
         window, error = Sizes(self.world, max_tokens, top_k, hidden_size, dtype), None
         try:
-            _check_options(options, self.world, transport, dtype)
+            check_options(options, self.world, transport, dtype)
         except (ValueError, TypeError) as refused:
             error = refused
         unfit = "" if error else self._unfit(window)
@@ -275,7 +271,7 @@ class ExpertParallel:
             PeerError: since the dispatch, another rank failed; or it is in another operation, sends another dtype or
                 width, or does not combine in time.
         """
-        is_summed = _check_back(y_here, handle, summed, residual)
+        is_summed = check_back(y_here, handle, summed, residual)
         return self._combine(y_here, handle, residual, is_summed)
 
     def _combine(self, y_here: Tensor, handle: Handle, residual: Tensor | None, is_summed: bool) -> Tensor:
@@ -327,7 +323,7 @@ class ExpertParallel:
                 made = experts(x_here, here, is_summed)
                 if beside:
                     beside.join()
-                _check_back(made, handle, is_summed, residual)
+                check_back(made, handle, is_summed, residual)
             return self._combine(made, handle, residual, is_summed)
 
     def _tokens_of_layer(
@@ -407,59 +403,6 @@ class ExpertParallel:
         return f"{NAME}(rank {self.rank} of {self.world}, experts {self.first} to {last} of {self.num_experts})"
 
 
-def _check_options(sizes: dict[str, Any], world: int, transport: Any, dtype: Any) -> None:
-    """Raise ValueError or TypeError if an option of ExpertParallel is invalid.
-
-    Args:
-        sizes: the integer options by name.
-        world: the number of ranks.
-        transport, dtype: the other options.
-    """
-    num_experts = sizes["num_experts"]
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{NAME}: {name} is {value!r}; give an integer")
-        most = {"num_experts": MAX_EXPERTS, "top_k": min(MAX_K, num_experts)}.get(name, math.inf)
-        if not 1 <= value <= most:
-            raise ValueError(
-                f"{NAME}: {name} is {value}; it must be 1 {'or more' if most == math.inf else f'to {most}'}"
-            )
-    if world > min(num_experts, MAX_RANKS):
-        raise ValueError(
-            f"{NAME}: {world} ranks for {num_experts} experts; there may be at most {MAX_RANKS}, and one for each "
-            "expert, so give a smaller group"
-        )
-    if transport not in TRANSPORTS:
-        raise ValueError(f"{NAME}: transport={transport!r}; choose {' or '.join(map(repr, TRANSPORTS))}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"{NAME}: dtype is {dtype!r}; give that of tokens, as torch.bfloat16")
-
-
-def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
-    """Return True if y_here holds sums, one for each token of `here`; False: rows, one for each choice.
-
-    Args:
-        y_here: [R, H] (sums) or [R K, H] (rows), for the R received tokens with K choices each.
-        here: the Routing of the tokens on this rank.
-        summed: True: sums are required. False: rows are required. None: the shape decides.
-
-    Raises:
-        ValueError, TypeError: y_here has neither shape, or not the shape that `summed` requires.
-    """
-    check_tensor(COMBINE, "y_here", y_here, "a tensor [tokens here, H] or [T, H]", here.row_of)
-    tokens, k = here.row_of.shape
-    wanted = {True: (tokens, "a sum for each token here"), False: (tokens * k, "a row for each of their choices")}
-    if summed is not None:
-        check_flag(COMBINE, "summed", summed)
-        wanted = {summed: wanted[summed]}
-    found = [is_summed for is_summed, (rows, _) in wanted.items() if y_here.dim() == 2 and len(y_here) == rows]
-    if not found:
-        shapes = " or ".join(f"[{rows}, H], {what}" for rows, what in wanted.values())
-        why = "" if summed is None else f", since summed={summed}"
-        raise ValueError(f"{COMBINE}: y_here has shape {shape_text(y_here.shape)}; it must be {shapes}{why}")
-    return found[0]
-
-
 @contextlib.contextmanager
 def _telling(tell: Callable[[], None]) -> Iterator[None]:
     """Context for work on which other ranks depend. If the work raises, call `tell`, so that other ranks raise too."""
@@ -476,19 +419,6 @@ def _by_sums(x: Tokens) -> bool:
     Sums are needed if gradients are recorded. Tokens x in MXFP8 have no gradients.
     """
     return torch.is_grad_enabled() and isinstance(x, Tensor)
-
-
-def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any) -> bool:
-    """Check the arguments of `combine`; return True if y_here holds sums, False if it holds rows.
-
-    Raises:
-        ValueError, TypeError: an argument is invalid.
-    """
-    is_summed = _holds_sums(y_here, handle.here, summed)
-    if residual is not None:
-        shape = handle.exchange.tokens, y_here.shape[1]
-        check_like(COMBINE, "residual", residual, shape, y_here, "it is added to the tokens' sums")
-    return is_summed
 
 
 def _kind(value: Any) -> Any:

@@ -83,10 +83,10 @@ _PROJECT_BACKWARD = [
 _PROJECT_BACKWARD_IN_FLOAT32 = [
     _GATES,
     _declare(
-        "mhc/project_backward.py VectorGradients", NEVER,
+        "mhc/project_vectors.py VectorGradients", NEVER,
         f"read x {_COPIED} weight .products .norms; write d_x .weights",
     ),
-    _declare("mhc/project_backward.py PartSums", ALWAYS, "wait; read .weights .sums; write d_weight d_sums"),
+    _declare("mhc/part_sums.py PartSums", ALWAYS, "wait; read .weights .sums; write d_weight d_sums"),
 ]  # fmt: skip
 _TOKENS = "pre post comb x d_x d_new_pre d_new_post d_new_comb stats scale base"
 _COLUMNS = "streams d_new_streams y d_x"
@@ -141,8 +141,12 @@ LAYER: dict[str, Declared] = {
     ),
     "permute": _declare("layer/rows.py Permute", LATER, "wait; let; read x row_of; write out"),
     "combine": _declare("layer/rows.py Combine", LATER, "wait; read y row_of residual; write out"),
-    "send_tokens": _declare("ranks/send.py SendTokens", NEVER, f"wait; read x x_scale ids weights; write {_SENT}"),
-    "send_sums": _declare("ranks/send.py SendSums", NEVER, f"wait; read y row_of d_weights handle; write {_SENT}"),
+    "send_tokens": _declare(
+        "ranks/send_tokens.py SendTokens", NEVER, f"wait; read x x_scale ids weights; write {_SENT}"
+    ),
+    "send_sums": _declare(
+        "ranks/send_sums.py SendSums", NEVER, f"wait; read y row_of d_weights handle; write {_SENT}"
+    ),
 }  # fmt: skip
 QUANTIZE = _declare(
     "quantize/mxfp8.py QuantizeMxfp8", NEVER,
