@@ -129,6 +129,17 @@ def test_processes_share_the_functions(jobs: int) -> None:
     assert max(kernels) - min(kernels) <= 5
 
 
+def test_a_stage_may_be_launched_by_a_chain_of_another_part() -> None:
+    chain = next(spec for spec in SHIPPED if stages_of(spec) != (spec,))
+    specs = {stages_of(chain)[0]: 0, chain: 0}
+    for part in (1, 2):
+        run = launches.Share(part=part, parts=2)
+        (here,) = run.part_of(specs)
+        wanted = [] if here != chain else sorted(one.name for one in (chain, *stages_of(chain)))
+        assert launches.missed([here], [], run.elsewhere(specs)) == wanted
+    assert not launches.Share().elsewhere(specs)
+
+
 def test_parts_share_the_functions() -> None:
     """Each function is in one process of one part."""
     specs = dict.fromkeys(SHIPPED, 0)

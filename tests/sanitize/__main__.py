@@ -145,7 +145,7 @@ def sanitize(index: int, tools: Sequence[str], run: launches.Share, folder: Path
     """
     os.environ[gpus.ENV_UNVALIDATED] = "1"
     _, shipped = launches.shipped(index)
-    specs = {spec.name: spec for spec in run.part_of(shipped)}
+    specs, elsewhere = {spec.name: spec for spec in run.part_of(shipped)}, run.elsewhere(shipped)
     failed = 0
     for tool in tools:
         files = [Files(folder / f"{tool}.{job}.log", folder / f"{tool}.{job}.json") for job in range(run.jobs)]
@@ -159,7 +159,7 @@ def sanitize(index: int, tools: Sequence[str], run: launches.Share, folder: Path
             raise
         ran = [each.ran(status) for each, status in zip(files, statuses, strict=True)]
         called = {specs[name] for one in ran for name in one.called if name in specs}
-        wrong = verdict(tool, ran, launches.missed(specs.values(), called))
+        wrong = verdict(tool, ran, launches.missed(specs.values(), called, elsewhere))
         print(wrong or f"{tool}: {len(specs)} functions, nothing found", flush=True)
         failed += bool(wrong)
     return int(bool(failed))

@@ -41,11 +41,17 @@ def is_out_of_reach(spec: Spec) -> bool:
     return between_gpus or (isinstance(spec, QuantizeMxfp8Spec) and spec.rounded and spec.dtype == "float32")
 
 
-def missed(specs: Iterable[Spec], launched: Iterable[Spec]) -> list[str]:
-    """Return the names of functions and stages that were not launched, except those out of reach."""
+def missed(specs: Iterable[Spec], launched: Iterable[Spec], elsewhere: Iterable[Spec] = ()) -> list[str]:
+    """Return the names of functions and stages that were not launched, except those out of reach.
+
+    Args:
+        specs: the functions of a run.
+        launched: the functions that it called.
+        elsewhere: stages that other runs launch (`Share.elsewhere`).
+    """
     there = {stage for spec in specs for stage in (spec, *stages_of(spec))}
     touched = {stage for spec in launched for stage in (spec, *stages_of(spec))}
-    return sorted(spec.name for spec in there - touched if not is_out_of_reach(spec))
+    return sorted(spec.name for spec in there - touched - set(elsewhere) if not is_out_of_reach(spec))
 
 
 def shares(specs: Mapping[Spec, int], jobs: int) -> list[dict[Spec, int]]:
@@ -88,6 +94,12 @@ class Share(NamedTuple):
     def part_of(self, specs: Mapping[Spec, int]) -> dict[Spec, int]:
         """Return the functions of the part. specs: for each function the number of its kernels, 0 for a chain."""
         return shares(specs, self.parts)[self.part - 1]
+
+    def elsewhere(self, specs: Mapping[Spec, int]) -> set[Spec]:
+        """Return the stages that chains of other parts launch, some of which no call of their own launches. specs: as
+        for `part_of`."""
+        here = self.part_of(specs)
+        return {stage for spec in specs if spec not in here for stage in stages_of(spec) if stage != spec}
 
     def of(self, specs: Mapping[Spec, int]) -> dict[Spec, int]:
         """Return the functions of the process. specs: as for `part_of`."""
