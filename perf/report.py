@@ -1,5 +1,5 @@
-"""Write the report from the result files: perf/results/README.md, the overview's plot beside it, and the overview in
-the main README.
+"""Write the report from the result files: perf/results/README.md, the overview's plot beside it, the overview in the
+main README, and the peers of serving in docs/serving.md.
 
 The overview has six rows: prefill, decode, MXFP8, training and the host's share of one model's layer, and mHC.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
 from .results import RESULTS, Record, Result, default_path, read_all
 from .tables import tables_of
+from .tables_recipes import PEERS
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ HEADER = ("what", "us", "rate (of the limit)", "peer's time over ours (of all ca
 LIBRARIES = {"torch": "torch", "quack tuned": "QuACK"}
 FP8_PEERS = {BF16: "BF16", TORCH_FP8: "torch's FP8"}
 HOST_PEERS = {"torch mlp (out allocated)": "torch", "quack default mlp (out given)": "QuACK"}
-README = Path(__file__).resolve().parents[1] / "README.md"
+REPOSITORY = Path(__file__).resolve().parents[1]
+README, SERVING = REPOSITORY / "README.md", REPOSITORY / "docs/serving.md"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 SETTINGS = {"svg.hashsalt": "glulam", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True, "grid.alpha": 0.3}
 TORCH = "#d1495b"  # in any of its ways
@@ -230,22 +232,42 @@ def summary(results: list[Result]) -> str:
     return "\n\n".join([picture, f"{table.title}, {shown_gpu(results)}:", markdown_table(table)])
 
 
+def serving_peers(results: list[Result]) -> str:
+    """Return the measured part of docs/serving.md: for each recipe, each peer's time over ours."""
+    gpu = shown_gpu(results)
+    for result in results:
+        if (result["suite"], result["stamp"]["gpu"]) == ("serving", gpu):
+            (table,) = (one for one in tables_of(result) if one.title == PEERS)
+            return f"{gpu}, commit {result['stamp']['commit'][:8]}:\n\n{markdown_table(table)}"
+    return NOTHING
+
+
+FILLED: dict[Path, Callable[[list[Result]], str]] = {README: summary, SERVING: serving_peers}
+"""Pages with a measured part, and what writes it."""
+
+
 def fill(page: str, text: str) -> str:
     """Return `page` with `text` between its two marks. Raises ValueError if a mark is missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the README needs the marks {BEGIN} and {END}, in this order")
+        raise ValueError(f"the page needs the marks {BEGIN} and {END}, in this order")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def write_report(folder: Path = RESULTS, readme: Path = README) -> list[Path]:
-    """Draw the overview and write both pages; return all paths. Raises RuntimeError without matplotlib."""
+def write_report(
+    folder: Path = RESULTS, filled: Mapping[Path, Callable[[list[Result]], str]] = FILLED
+) -> list[Path]:  # fmt: skip
+    """Draw the overview and write all pages; return all paths. Raises RuntimeError without matplotlib.
+
+    filled: the pages with a measured part, and what writes it.
+    """
     results = read_all(folder)
     page, paths = folder / "README.md", []
     if lines := overview(results):
         paths.append(folder / _plot(results).name)
         save(partial(draw_overview, lines), paths[0])
     page.write_text(results_page(results))
-    readme.write_text(fill(readme.read_text(), summary(results)))
-    return [*paths, page, readme]
+    for path, text in filled.items():
+        path.write_text(fill(path.read_text(), text(results)))
+    return [*paths, page, *filled]

@@ -12,6 +12,8 @@ from .cells import CASE, Columns, Table, columns_of, number, ratio, table
 from .results import Record, Result
 from .targets import BF16, FP8_RECIPES, MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8, TORCH, TORCH_FP8
 
+PEERS = "Peers' times over ours"
+
 
 def of_copy(record: Record, name: str, copy_tbps: float, recipe: str = "") -> float | None:
     """Return the bytes a second that an MLP moves over a device copy's; weights count in the recipe's format."""
@@ -141,4 +143,4 @@ def serving_tables(result: Result) -> list[Table]:
             ahead = f"{sum(one >= 1.0 for one in ratios)} of {len(ratios)}"
             rows.append((recipe, name, number(min(ratios)), number(statistics.median(ratios)), ahead))
     header = ("recipe", "peer", "least", "median", "not slower")
-    return [*tables, *cells.rows_table("Peers' times over ours", header, rows)]
+    return [*tables, *cells.rows_table(PEERS, header, rows)]

@@ -216,20 +216,22 @@ def test_targets_know_peers_routings_and_operations():
 # Pages, plots, console
 
 
-def test_both_pages_hold_what_the_result_files_say():
+def test_all_pages_hold_what_the_result_files_say():
     """Every number in them is one of perf/results/*.csv: they are as `python -m perf report` writes them."""
-    kept, page = list(STORED.values()), report.README.read_text()
-    assert report.fill(page, report.summary(kept)) == page
+    kept = list(STORED.values())
+    assert set(report.FILLED) == {report.README, report.SERVING}
+    for path, text in report.FILLED.items():
+        assert report.fill(path.read_text(), text(kept)) == path.read_text() and report.NOTHING not in text(kept)
     assert report.results_page(kept) == (results.RESULTS / "README.md").read_text()
 
 
-def test_report_fills_both_pages(tmp_path, monkeypatch):
+def test_report_fills_its_pages(tmp_path, monkeypatch):
     for suite, made in MADE.items():
         results.write(made, tmp_path / f"{suite}.csv")
     readme = tmp_path / "main.md"
     readme.write_text(f"# Before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
     monkeypatch.setattr(report, "save", lambda draw, path: path.touch())
-    report.write_report(tmp_path, readme)
+    report.write_report(tmp_path, {readme: report.summary})
     page, main = (tmp_path / "README.md").read_text(), readme.read_text()
     assert "| Mixtral-8x7B (E 8, H 4096, I 14336, T 8192) | uniform (1.0) | 2800 ± 10.0 % |" in page
     assert "python -m perf forward" in page and "012345678" in page and "780 TF/s" in page
@@ -242,6 +244,7 @@ def test_report_fills_both_pages(tmp_path, monkeypatch):
 def test_report_without_results_says_so():
     assert "Nothing has been measured yet" in report.results_page([])
     assert "Nothing has been measured yet" in report.summary([MADE["compare"]])
+    assert "Nothing has been measured yet" in report.serving_peers([MADE["forward"]])
 
 
 @pytest.mark.parametrize("page", ["no marks", report.END + report.BEGIN])
@@ -270,7 +273,7 @@ def test_without_matplotlib_drawing_says_what_is_missing(monkeypatch, tmp_path):
         report.save(lambda: report.draw_overview([]), tmp_path / "overview.svg")
     results.write(MADE["compare"], tmp_path / "compare.csv")
     (tmp_path / "main.md").write_text(report.BEGIN + report.END)
-    assert len(report.write_report(tmp_path, tmp_path / "main.md")) == 2  # the pages, and no plot
+    assert len(report.write_report(tmp_path, {tmp_path / "main.md": report.summary})) == 2  # the pages, and no plot
 
 
 # The overview
