@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
 from .results import RESULTS, Record, Result, default_path, read_all
 from .tables import tables_of
-from .tables_recipes import PEERS
+from .tables_recipes import serving_peers
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
 if TYPE_CHECKING:
@@ -123,10 +123,15 @@ def shown_gpu(results: list[Result]) -> str:
     return counted.most_common(1)[0][0] if counted else ""
 
 
+def _shown(results: list[Result]) -> dict[str, Result]:
+    """Return the results of the GPU that is shown, by suite."""
+    gpu = shown_gpu(results)
+    return {result["suite"]: result for result in results if result["stamp"]["gpu"] == gpu}
+
+
 def overview(results: list[Result]) -> list[Line]:
     """Return a row for each suite of LINES that was measured on the GPU that is shown."""
-    gpu = shown_gpu(results)
-    by_suite = {result["suite"]: result for result in results if result["stamp"]["gpu"] == gpu}
+    by_suite = _shown(results)
     lines = (line(by_suite[suite]) for suite, line in LINES.items() if suite in by_suite)
     return [line for line in lines if line]
 
@@ -232,17 +237,18 @@ def summary(results: list[Result]) -> str:
     return "\n\n".join([picture, f"{table.title}, {shown_gpu(results)}:", markdown_table(table)])
 
 
-def serving_peers(results: list[Result]) -> str:
+def peers_of_serving(results: list[Result]) -> str:
     """Return the measured part of docs/serving.md: for each recipe, each peer's time over ours."""
-    gpu = shown_gpu(results)
-    for result in results:
-        if (result["suite"], result["stamp"]["gpu"]) == ("serving", gpu):
-            (table,) = (one for one in tables_of(result) if one.title == PEERS)
-            return f"{gpu}, commit {result['stamp']['commit'][:8]}:\n\n{markdown_table(table)}"
-    return NOTHING
+    result = _shown(results).get("serving")
+    if result is None:
+        return NOTHING
+    stamp = result["stamp"]
+    tables = map(markdown_table, serving_peers(result))
+    return "\n\n".join([f"{stamp['gpu']}, commit {stamp['commit'][:8]}:", *tables])
 
 
-FILLED: dict[Path, Callable[[list[Result]], str]] = {README: summary, SERVING: serving_peers}
+Parts = Mapping[Path, Callable[[list[Result]], str]]
+FILLED: Parts = {README: summary, SERVING: peers_of_serving}
 """Pages with a measured part, and what writes it."""
 
 
@@ -255,9 +261,7 @@ def fill(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def write_report(
-    folder: Path = RESULTS, filled: Mapping[Path, Callable[[list[Result]], str]] = FILLED
-) -> list[Path]:  # fmt: skip
+def write_report(folder: Path = RESULTS, filled: Parts = FILLED) -> list[Path]:
     """Draw the overview and write all pages; return all paths. Raises RuntimeError without matplotlib.
 
     filled: the pages with a measured part, and what writes it.

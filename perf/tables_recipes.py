@@ -12,8 +12,6 @@ from .cells import CASE, Columns, Table, columns_of, number, ratio, table
 from .results import Record, Result
 from .targets import BF16, FP8_RECIPES, MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8, TORCH, TORCH_FP8
 
-PEERS = "Peers' times over ours"
-
 
 def of_copy(record: Record, name: str, copy_tbps: float, recipe: str = "") -> float | None:
     """Return the bytes a second that an MLP moves over a device copy's; weights count in the recipe's format."""
@@ -131,16 +129,24 @@ def portable_tables(result: Result) -> list[Table]:
 
 def serving_tables(result: Result) -> list[Table]:
     """Return a table for each recipe, then one of each peer's times over ours."""
-    recipes = dict.fromkeys(record["op"] for record in result["records"])
-    titles = {name: f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{name}`" for name in recipes}
+    titles = {name: f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{name}`" for name in _ops(result)}
     head: Columns = [("experts", cells.label), cells.OUR_TIME, cells.our_rate(result["limits"])]
     tables = cells.by_op(result["records"], titles, lambda of: [*head, *columns_of(cells.peers_of(of))])
+    return [*tables, *serving_peers(result)]
+
+
+def serving_peers(result: Result) -> list[Table]:
+    """Return a table with a row for each recipe and peer: the least and the median of the peer's times over ours."""
     rows: list[tuple[str, ...]] = []
-    for recipe in recipes:
+    for recipe in _ops(result):
         records = cells.of_op(result["records"], recipe)
         for name in cells.peers_of(records):
             ratios = [found for record in records if (found := ratio(record, name)) is not None]
             ahead = f"{sum(one >= 1.0 for one in ratios)} of {len(ratios)}"
             rows.append((recipe, name, number(min(ratios)), number(statistics.median(ratios)), ahead))
-    header = ("recipe", "peer", "least", "median", "not slower")
-    return [*tables, *cells.rows_table(PEERS, header, rows)]
+    return cells.rows_table("Peers' times over ours", ("recipe", "peer", "least", "median", "not slower"), rows)
+
+
+def _ops(result: Result) -> list[str]:
+    """Return the operations of a result's records, in their order."""
+    return list(dict.fromkeys(record["op"] for record in result["records"]))

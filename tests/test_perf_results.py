@@ -244,7 +244,7 @@ def test_report_fills_its_pages(tmp_path, monkeypatch):
 def test_report_without_results_says_so():
     assert "Nothing has been measured yet" in report.results_page([])
     assert "Nothing has been measured yet" in report.summary([MADE["compare"]])
-    assert "Nothing has been measured yet" in report.serving_peers([MADE["forward"]])
+    assert "Nothing has been measured yet" in report.peers_of_serving([MADE["forward"]])
 
 
 @pytest.mark.parametrize("page", ["no marks", report.END + report.BEGIN])
