@@ -193,7 +193,7 @@ class BoundaryColumns(Invariant):
     def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
         """Write a lane's columns of d_streams_i or d_y, rounded, to an array of results, `offset` words in.
 
-        They are the sum over j of totals[j], the gradient of updated stream j, times factors[j]: comb_ij for
+        Each column is the sum over j of totals[j], the gradient of updated stream j, times factors[j]: comb_ij for
         d_streams_i, post_j for d_y.
         """
         values = cute.make_rmem_tensor(COLUMNS, Float32)

@@ -1,6 +1,6 @@
 """The projection's backward for float32 streams, in TF32: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-The names are those of project_backward.py.
+project_backward.py explains the names.
 
 A warp has the same 32 columns for all of its tokens. Its lanes form 8 groups of 4 neighbours. Each group has 4 of the
 columns, and every lane of the group has the same 4. The weight at these columns is an MMA operand that never changes,

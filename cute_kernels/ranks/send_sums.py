@@ -43,7 +43,8 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Addresses of the tables of this rank's own tokens, which say where the tokens' sums arrive (`Table`).
+    """Addresses of the tables of this rank's own tokens, which say where the tokens' sums arrive
+    (`send_tokens.Table`).
 
     After a failure, all entries of the tables point to the NaN at the end of their regions.
 
