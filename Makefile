@@ -48,7 +48,7 @@ test-serving:
 	$(foreach engine,$(ENGINES),OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -q \
 	  $(wildcard tests/serving/test_$(engine)*.py) $(ARGS) && )true
 
-# The whole table: every kernel compiles, none spills or waits, and once more the same bytes.
+# The whole table: every kernel compiles, none spills or waits, and a sample compiled again has the same device code.
 test-bundle: $(TESTABLE)
 	$(BUILD) --profile full
 	$(BIN)/python -m pytest -q -m bundle $(ARGS)

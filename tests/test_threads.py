@@ -148,7 +148,7 @@ def test_prepared_weights_live_until_the_launch(
 
     def forget() -> None:
         entries = [entry for weight in PREPARED._weights.values() for entry in weight.entries.values()]
-        parts = [weakref.ref(part) for entry in entries for part in entry.prepared]
+        parts = [weakref.ref(part) for entry in entries for part in entry.prepared if part is not None]
         del entries
         PREPARED.clear()
         gc.collect()

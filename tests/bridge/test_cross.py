@@ -34,11 +34,11 @@ from ffi_bridge import (
 from ffi_bridge.objects import Store
 from ffi_bridge.worker import Worker
 from test_wheel import _pip_wheel, _toy_checkout
-from toys import REPOSITORY, TOY_SPECS, TOY_TRACER, library_in
+from toys import ELF, REPOSITORY, TOY_SPECS, TOY_TRACER, cubin, library_in
 
 ARM, X86 = host.named("aarch64"), host.named("x86_64")
 SPEC = GroupedMmSpec()
-ELF, E_MACHINE = b"\x7fELF", {"x86_64": 62, "aarch64": 183}
+E_MACHINE = {"x86_64": 62, "aarch64": 183}
 QEMU = next(filter(None, map(shutil.which, ("qemu-aarch64-static", "qemu-aarch64"))), None)
 pytestmark = pytest.mark.skipif(host.here() != X86, reason="cross-compiles from x86-64")
 linking = pytest.mark.skipif(shutil.which(ARM.compiler) is None, reason=f"there is no {ARM.compiler}")
@@ -51,13 +51,6 @@ def _machine(file: bytes) -> int:
     return number
 
 
-def _cubin(file: bytes) -> bytes:
-    """Return the device code embedded in an object file: an inner ELF file, up to the end of its section table."""
-    start = file.index(ELF, 4)
-    (table,), (size, count) = struct.unpack_from("<Q", file, start + 40), struct.unpack_from("<HH", file, start + 58)
-    return file[start : start + table + size * count]
-
-
 def test_objects_of_two_machines_have_the_same_device_code(tmp_path: Path) -> None:
     objects = {}
     for machine in (X86, ARM):
@@ -65,7 +58,7 @@ def test_objects_of_two_machines_have_the_same_device_code(tmp_path: Path) -> No
         with Worker(folder, TOY_TRACER, machine=machine) as worker:
             objects[machine.machine] = worker.compile(SPEC).object_file.read_bytes()
     assert {name: _machine(content) for name, content in objects.items()} == E_MACHINE
-    device = {_cubin(content) for content in objects.values()}
+    device = {cubin(content) for content in objects.values()}
     assert len(device) == 1 and _machine(device.pop()) == 190  # EM_CUDA
 
 

@@ -1,7 +1,8 @@
-"""Specs of the toy bundle, and the folder of its kernels' sources."""
+"""Specs of the toy bundle, the folder of its kernels' sources, and what tests of bundles share."""
 
 from __future__ import annotations
 
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TOY_TRACER = "toy_kernels:trace"
 TOY_SPECS: list[Spec] = [GroupedMmSpec(), GroupedGluSpec(save_preact=True), GroupedWgradSpec()]
+ELF = b"\x7fELF"
 MANY_SPECS: list[Spec] = [*TOY_SPECS, *(GroupedMmSpec("float16", transpose_w=flipped) for flipped in (False, True))]
 
 if str(HERE) not in sys.path:
@@ -35,6 +37,13 @@ def library_in(folder: Path) -> Path:
 def files_of(bundle: Path) -> dict[str, bytes]:
     """Return the content of every file of a bundle, by name."""
     return {file.name: file.read_bytes() for file in (bundle / "sm_90a").iterdir()}
+
+
+def cubin(file: bytes) -> bytes:
+    """Return the device code embedded in an object file: an inner ELF file, up to the end of its section table."""
+    start = file.index(ELF, 4)
+    (table,), (size, count) = struct.unpack_from("<Q", file, start + 40), struct.unpack_from("<HH", file, start + 58)
+    return file[start : start + table + size * count]
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
