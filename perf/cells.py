@@ -118,22 +118,20 @@ def ratio(record: Record, peer: str, ours: str = OURS) -> float | None:
 
 
 def work(record: Record) -> tuple[float, float]:
-    """Return the useful FLOP and the fewest bytes of one call; 0 bytes if the record does not say."""
-    if "flop" in record:
-        return record["flop"], record.get("bytes", 0.0)
+    """Return the useful FLOP and the fewest bytes of one call; 0 for a number that a record leaves out."""
+    if "flop" in record or "bytes" in record:
+        return record.get("flop", 0.0), record.get("bytes", 0.0)
     case, op = case_of(record), record["op"]
     return case.flop(op), case.bytes(op, record["active_experts"])
 
 
 def rate(record: Record, us: float | None, limits: Limits) -> str:
-    """Return the rate of a call that takes `us`, as `bound` writes it; "-" if it was not measured."""
-    flop, moved = work(record)
-    return bound(flop / us, moved / us, limits) if us else "-"
-
-
-def bound(flop_per_us: float, bytes_per_us: float, limits: Limits) -> str:
-    """Return useful TF/s or TB/s, whichever is closer to the machine's limit, and its percentage of that limit."""
-    tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
+    """Return useful TF/s or TB/s of a call that takes `us`, whichever is closer to the machine's limit, and its
+    percentage of that limit; "-" if the call was not measured.
+    """
+    if not us:
+        return "-"
+    tflops, tbps = (amount / us * 1e-6 for amount in work(record))
     of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
     if of_bytes > of_flop:
         return f"{tbps:.2f} TB/s ({100 * of_bytes:.0f} %)"

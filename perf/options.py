@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 QUACK_MODES = ("off", "default", "tuned", "retuned")
@@ -15,14 +15,9 @@ OPS = (*QUACK[:-1], "layer", "fp8", "serving", *BUNDLES)
 
 
 def _choice(default: Any, flag: str, about: str, suites: Sequence[str] = (), **more: Any) -> Any:
-    """Return the dataclass field of an option.
+    """Return the dataclass field of an option that `suites` read (empty: all suites).
 
-    Args:
-        default: the option's default.
-        flag: its flag on the command line.
-        about: help text.
-        suites: the suites that read the option. Empty: all suites.
-        more: further arguments of `add_argument`.
+    more: further arguments of `add_argument`.
     """
     return dataclasses.field(default=default, metadata={"flag": flag, "help": about, "suites": suites, **more})
 
@@ -56,19 +51,15 @@ class Options:
     batch_invariant: bool = _choice(False, "--batch-invariant", "with glulam.batch_invariant(True)")
 
 
-def _fields(suite: str) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(Options):
-        if suite in (field.metadata["suites"] or (suite,)) and (suite, field.name) != ("host", "case"):  # it has one
-            yield field.name, field.metadata
-
-
 def add_flags(parser: argparse.ArgumentParser, suite: str) -> None:
     """Add a suite's flags to a parser. A flag that is not on the command line makes no attribute when it is parsed."""
-    for name, choice in _fields(suite):
-        more = {key: value for key, value in choice.items() if key not in ("flag", "suites")}
-        if getattr(Options, name) is False:
+    for field in dataclasses.fields(Options):
+        more = dict(field.metadata)
+        flag, suites = more.pop("flag"), more.pop("suites")
+        if field.default is False:
             more["action"] = "store_true"
-        parser.add_argument(choice["flag"], dest=name, default=argparse.SUPPRESS, **more)
+        if suite in (suites or (suite,)) and (suite, flag) != ("host", "--case"):  # it has one case
+            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **more)
 
 
 def chosen(arguments: argparse.Namespace) -> Options:

@@ -14,7 +14,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
+from .cells import HOST, OURS, Table, case_of, median, microseconds, rate, ratio, work
 from .results import RESULTS, Record, Result, default_path, read_all
 from .tables import tables_of
 from .tables_recipes import serving_peers
@@ -50,13 +50,9 @@ of two sections, as of an H100 and an H200, are not to be compared where these d
 
 
 class Line(NamedTuple):
-    """A row of the overview.
+    """A row of the overview: the case, our median time in us, and the rate as text.
 
-    Attributes:
-        what: the case's name.
-        us: our median time in us.
-        rate: the rate as text, for example TF/s and percentage of the limit.
-        peers: {peer's title: its times over ours, first in this case, then in all cases}.
+    peers: {peer's title: its times over ours, first in this case, then in all cases}.
     """
 
     what: str
@@ -103,7 +99,7 @@ def _mhc(result: Result) -> Line | None:
             us, size = median(record) or math.inf, record["size"]
             peers = _against(record, records, OURS, {"torch.compile": "torch.compile"})
             what = f"hyper-connections: `mhc` pre, {size['s'] * size['b']} tokens of {size['n']} x {size['c']}"
-            return Line(what, us, bound(0.0, record["bytes"] / us, result["limits"]), peers)
+            return Line(what, us, rate(record, us, result["limits"]), peers)
     return None
 
 
@@ -140,12 +136,6 @@ def _peer(title: str, ratios: list[float]) -> str:
     here, *everywhere = ratios
     least_and_most = f" ({min(everywhere):.2f}, {max(everywhere):.2f})" if everywhere else ""
     return f"{title} {here:.2f}x{least_and_most}"
-
-
-def overview_table(lines: list[Line]) -> Table:
-    peers = ["; ".join(starmap(_peer, line.peers.items())) for line in lines]
-    heads = [(line.what, microseconds(line.us), line.rate) for line in lines]
-    return Table(TITLE, HEADER, [(*head, shown) for head, shown in zip(heads, peers, strict=True)])
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -232,9 +222,10 @@ def summary(results: list[Result]) -> str:
     lines = overview(results)
     if not lines:
         return NOTHING
-    table = overview_table(lines)
+    peers = ("; ".join(starmap(_peer, line.peers.items())) for line in lines)
+    rows = [(line.what, microseconds(line.us), line.rate, shown) for line, shown in zip(lines, peers, strict=True)]
     picture = f"![{draw_overview.__doc__}](perf/results/{_plot(results).name})"
-    return "\n\n".join([picture, f"{table.title}, {shown_gpu(results)}:", markdown_table(table)])
+    return "\n\n".join([picture, f"{TITLE}, {shown_gpu(results)}:", markdown_table(Table(TITLE, HEADER, rows))])
 
 
 def peers_of_serving(results: list[Result]) -> str:

@@ -21,8 +21,6 @@ BY_CONTESTANT = ("times", "errors", "memory", "peak_bytes", "saved_bytes", "left
 """Fields of a record that are dicts by contestant."""
 TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
 """Suites of training runs, which `examples/train_moe.py` and `examples/train_megatron.py` measure."""
-NO_LONGER_MEASURED = ("graph",)
-"""Suites whose stored result is kept, though others answer their question: `layer` times calls eager and replayed."""
 CONTESTANT = "contestant"
 RESULTS = Path(__file__).resolve().parent / "results"
 DIGITS = 5  # digits of a number that is not whole: more is noise, and makes every diff of a result file unreadable
@@ -36,7 +34,7 @@ def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], rec
 
     The field "tuning" of records (choices of peers' tuners) is left out of them, and added up for the whole suite.
     """
-    found = [t for r in records for by_op in r.get("tuning", {}).values() for t in by_op.values()]
+    found = [t for record in records for t in record.get("tuning", {}).values()]
     chosen = {(t["config"], t["timed"], t["seconds"]) for t in found}  # an operation's records share their case's
     tuned = {"kernels": len(chosen), "timed": sum(t[1] for t in chosen), "seconds": sum(t[2] for t in chosen)}
     kept = [{key: value for key, value in record.items() if key != "tuning"} for record in records]
@@ -129,20 +127,12 @@ def _records(lines: list[str]) -> Iterator[Record]:
     """Yield the records of a table. Consecutive lines that differ only in the contestant's columns are one record."""
     header, *table = csv.reader(lines)
     own = header.index(CONTESTANT)
-    groups: list[dict[str, list[str]]] = []
-    before: list[str] = []
-    for line in table:
-        if line[:own] != before or line[own] in groups[-1]:
-            groups.append({})
-        before = line[:own]
-        groups[-1][line[own]] = line
-    for group in groups:
-        first = next(iter(group.values()))
-        record = _nested((name, _value(text)) for name, text in zip(header[:own], first, strict=False) if text)
-        for contestant, line in group.items():
+    for shared, group in itertools.groupby(table, lambda line: line[:own]):
+        record = _nested((name, _value(text)) for name, text in zip(header[:own], shared, strict=True) if text)
+        for contestant, *measured in (line[own:] for line in group):
             if contestant:
                 record.setdefault("times", {})  # empty where all are left out
-            for column, text in zip(header[own + 1 :], line[own + 1 :], strict=True):
+            for column, text in zip(header[own + 1 :], measured, strict=True):
                 key, _, path = column.partition(".")
                 held = record.setdefault(key, {}) if text else {}
                 if path:

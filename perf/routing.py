@@ -24,11 +24,6 @@ def _shuffled(weights: list[float], rng: random.Random) -> list[float]:
     return weights
 
 
-def _one_expert(experts: int, rng: random.Random, _: float) -> list[float]:
-    chosen = rng.randrange(experts)
-    return [float(expert == chosen) for expert in range(experts)]
-
-
 def _token(experts: int, rng: random.Random, chosen: float) -> list[float]:
     return _shuffled([float(expert < chosen) for expert in range(experts)], rng)
 
@@ -37,7 +32,6 @@ ROUTINGS: dict[str, Weights] = {
     "uniform": lambda experts, rng, _: [1.0] * experts,
     "dirichlet": lambda experts, rng, concentration: [rng.gammavariate(concentration, 1.0) for _ in range(experts)],
     "zipf": lambda experts, rng, exponent: _shuffled([1.0 / rank**exponent for rank in range(1, experts + 1)], rng),
-    "one": _one_expert,
     "half-empty": lambda experts, rng, _: _token(experts, rng, -(-experts // 2)),
     "token": _token,
 }

@@ -159,15 +159,10 @@ def _compare(result: Result) -> list[Table]:
 
 def _quantize(result: Result) -> list[Table]:
     """Return a table of every form of the quantiser against the copy limit, and against a copy of as many bytes."""
-
-    def reached(record: Record) -> str:
-        tbps = record["bytes"] / record["times"][OURS]["median_us"] * 1e-6
-        return f"{tbps:.2f} TB/s ({100 * tbps / result['limits']['copy_tbps']:.0f} %)"
-
     columns: Columns = [
         *cells.fields(matrix="label", dtype="dtype", axis="axis", block="block", scales="scale_layout"),
         cells.OUR_TIME,
-        ("rate (of copy limit)", reached),
+        ("rate (of copy limit)", lambda r: cells.rate(r, cells.median(r), result["limits"])),
         ("equal copy us", lambda r: cells.peer_cell(r, "copy")),
     ]
     title = "Quantising to MXFP8 (`quantize_mxfp8`; of weights, `prepare_mxfp8_weight`)"
@@ -227,7 +222,7 @@ TABLES: dict[str, tuple[Callable[[Result], list[Table]], ...]] = {
     "train": (_operators, _memory, _train_host, _missed),
     **dict.fromkeys(TRAINING, (_curves,)),
     "host": (_host,),
-    "graph": (_graph,),
+    "graph": (_graph,),  # of a stored result: `layer` now times calls eager and replayed
     "quantize": (_quantize,),
     "power": (_power,),
     "frozen": (frozen_tables,),

@@ -83,13 +83,10 @@ def _parts(result: Result) -> list[Table]:
     def of(name: str) -> list[Record]:
         return [record for record in cells.of_op(result["records"], PARTS) if name in record["times"]]
 
-    def reached(record: Record) -> str:
-        return cells.bound(record["flop"] / record["times"][BY_INDEX]["median_us"], 0.0, result["limits"])
-
     head: Columns = [*cells.fields(part="part"), CASE]
     indexed: Columns = [
         *columns_of((BY_INDEX,), cells.us_cell),
-        ("rate (of limit)", reached),
+        ("rate (of limit)", lambda record: cells.rate(record, median(record, BY_INDEX), result["limits"])),
         *columns_of((SORTED,), cells.us_cell),
         (f"{SORTED} / {BY_INDEX}", lambda record: number(ratio(record, SORTED, BY_INDEX), 3)),
     ]

@@ -13,7 +13,7 @@ import torch
 from support.checks import torch_arguments
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
-from support.gradients import INPUTS, check_gradients, leaves
+from support.gradients import INPUTS, check_gradients, grads, leaves
 from support.inputs import Case, gradient, make_case
 from torch.utils.checkpoint import checkpoint
 
@@ -34,10 +34,6 @@ TAIL = 2
 
 def small(form: tuple[str, str] = ("swiglu", "concat"), inter: int = 4, hidden: int = 5, **options: Any) -> Case:
     return make_case(SIZES, hidden, inter, gated=form[0] in GATED, **{"dtype": F64, **options})
-
-
-def grads(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

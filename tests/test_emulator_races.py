@@ -263,7 +263,6 @@ def test_calls_of_the_product_have_no_race(arch, name):
 PORTABLE, PINGPONG = "grouped_mm_bf16_nt_t16x128x64_c1x1_warps_sm_90", "grouped_mm_bf16_nt_t128x128x64_c2x1a_pp_sm_90a"
 SWAPPED = "grouped_mm_mxfp4w_bf16_nt_t16x128x128_c1x1_swap1_sm_90a"
 WGRAD = "grouped_wgrad_bf16_bf16_t128x128x64_c1x2_pp_sm_90a"
-NOTHING = Ins("pragma", [])
 BROKEN = (
     (PORTABLE, "cp.async.wait_group", "left out", "race"),
     (PORTABLE, "bar.sync", "left out", "race"),

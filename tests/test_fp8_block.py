@@ -350,12 +350,8 @@ def values_of(w: oracle.Weights, recipe: str) -> Tensor:
     return w.in_bfloat16().double() if recipe == WEIGHT_ONLY else w.values()
 
 
-def everything(c: Case) -> dict[str, Any]:
-    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
-
-
 def wide(c: Case) -> dict[str, Any]:
-    return {name: value.double() if name != "row_scale" else value for name, value in everything(c).items()}
+    return {name: value.double() if name != "row_scale" else value for name, value in c.addends.items()}
 
 
 def check_exactly(y: Tensor, wanted: Tensor, rows: int) -> None:
@@ -383,7 +379,7 @@ class TestReference:
             **wide(c),
         )  # fmt: skip
         values = values_of(weights[0], recipe), values_of(weights[1], recipe)
-        check_exactly(y, expected(c, recipe, values, form, everything(c)), c.rows)
+        check_exactly(y, expected(c, recipe, values, form, c.addends), c.rows)
 
     @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("routing", catalogue(60, 7))
@@ -403,7 +399,7 @@ class TestReference:
         form = ("swiglu", "concat")
         c = case(form, dtype=dtype)
         q1, q2 = quantize_fp8_block(c.w1, in_halves=True), quantize_fp8_block(c.w2)
-        call = {"offs": c.offs, "recipe": recipe, **everything(c)}
+        call = {"offs": c.offs, "recipe": recipe, **c.addends}
         if (recipe, dtype) == (WEIGHT_ONLY, torch.float16):
             with pytest.raises(TypeError, match="takes bfloat16, but the dtype is float16; cast to bfloat16"):
                 glulam.grouped_mlp(c.x, q1, q2, **call)
@@ -411,7 +407,7 @@ class TestReference:
         y = glulam.grouped_mlp(c.x, q1, q2, **call)
         values = [q.dequantize(BF16 if recipe == WEIGHT_ONLY else torch.float64).double() for q in (q1, q2)]
         exact, same_dtype = (
-            expected(c, recipe, (values[0], values[1]), form, everything(c), kind) for kind in (torch.float64, dtype)
+            expected(c, recipe, (values[0], values[1]), form, c.addends, kind) for kind in (torch.float64, dtype)
         )
         assert y.dtype == dtype
         if recipe == WEIGHT_ONLY:

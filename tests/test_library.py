@@ -32,10 +32,6 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-def biases(c: Case) -> dict[str, Any]:
-    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
-
-
 CALLS: dict[str, Callable[[Case], Any]] = {
     "mm": lambda c: glulam.grouped_mm(c.x, c.w1, offs=c.offs),
     "mm, transposed, bias": lambda c: glulam.grouped_mm(
@@ -53,7 +49,7 @@ CALLS: dict[str, Callable[[Case], Any]] = {
         c.x, c.w1.mT.contiguous(), list(c.w2.mT.contiguous()), offs=c.offs, b2=c.b2, transpose_w=True
     ),
     "mlp, everything": lambda c: glulam.grouped_mlp(
-        c.x, c.w1, list(c.w2), splits=SIZES, glu_layout="interleaved", **biases(c)
+        c.x, c.w1, list(c.w2), splits=SIZES, glu_layout="interleaved", **c.addends
     ),
 }
 

@@ -22,7 +22,6 @@ from glulam.tuner.timing import Summary, interleave, summarise
 from perf import __main__ as cli
 from perf import mlp, quantised, stamp
 from perf.cases import CASES, DECODE, MIXTRAL, PREFILL, QWEN3, SONIC, TINY, TOKEN, Case, cases_of, select
-from perf.contest import admitted
 from perf.options import Options, chosen, command_line
 from perf.routing import ROUTINGS, apportion, group_sizes, routed
 from perf.suites import mlp as suite
@@ -107,7 +106,7 @@ def sizes(routing, **changes):
 def test_routings_are_as_skewed_as_their_names_say():
     skews = {routing: max_over_mean(dataclasses.replace(QWEN3, routing=routing)) for routing in ROUTINGS}
     assert skews["uniform"] == 1.0 and skews["dirichlet"] > 3.0 and skews["zipf"] > 10.0
-    assert skews["one"] == QWEN3.experts
+    assert max_over_mean(dataclasses.replace(QWEN3, routing="token:1")) == QWEN3.experts
     assert routed([0, 0])["skew"]["max_over_mean"] == 0.0 and routed([3, 0, 0])["skew"]["empty_experts"] == 2
     half = sizes("half-empty")
     assert half.count(0) == QWEN3.experts // 2 and set(half) == {0, 2 * QWEN3.rows // QWEN3.experts}
@@ -182,12 +181,7 @@ def test_an_architecture_serves_while_it_is_measured(monkeypatch):
     assert found == ["sm_90", "sm_90"] and os.environ["GLULAM_ARCH"] == "sm_90a"
 
 
-def test_recipes_are_checked():
-    sets = mlp.make_buffers(Case("small", 4, 64, 32, 40), device="cpu")
-    found = admitted("small", quantised.contestants(quantised.CONTESTANTS[:-1], sets))
-    assert list(found.errors) == list(quantised.CONTESTANTS[:-1])
-    assert found.calls["mxfp8"](3) is sets[3 % len(sets)].y
-    assert quantised.error(torch.zeros_like(sets[0].y), sets[0]) == 1.0
+def test_rows_are_quantised_to_fp8():
     x = torch.randn(5, 64)
     data, scale = quantised.quantise_rows(x)
     assert float((data.float() * scale[:, None] - x).norm() / x.norm()) < 0.04

@@ -72,12 +72,12 @@ def test_work_is_six_and_eighteen_a_weight_and_row():
 
 
 @pytest.mark.parametrize("case", [*PUBLISHED, *MODELS], ids=lambda case: case.name)
-@pytest.mark.parametrize("routing", [*LAYER_ROUTINGS, "one", "half-empty"])
+@pytest.mark.parametrize("routing", [*LAYER_ROUTINGS, "token:1", "half-empty"])
 def test_shares_are_chances_that_sum_to_the_choices(case, routing):
     found = shares(dataclasses.replace(case, routing=routing))
     assert all(LEAST_SHARE <= share <= MOST_SHARE for share in found)
     floor = LEAST_SHARE * case.experts
-    if routing != "one":  # where one takes all, nobody is left to take what it may not have
+    if routing != "token:1":  # where one takes all, nobody is left to take what it may not have
         assert sum(found) == pytest.approx(case.top_k, abs=1e-6 + floor)
 
 

@@ -6,14 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from support import fake_gpu
+from support import oracle
 
-from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import contest, mlp, quack
-from perf.cases import DECODE, KERNELS, LAYER, OPS, PREFILL, QWEN3, SONIC, TINY, TOKEN
+from perf.cases import DECODE, LAYER, OPS, PREFILL, SONIC, TINY, TOKEN
 from perf.contest import Contestant, admitted
 from perf.routing import group_sizes
-from perf.suites import compare
 from perf.suites import mlp as suite
 
 # Data and contestants
@@ -50,20 +48,13 @@ def test_buffers_have_the_shapes_that_the_operators_take():
     assert torch.equal(first.x, buffers()[0].x) and not torch.equal(first.x, second.x)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_torch_path_agrees_with_a_plain_loop(op):
+def test_torch_path_agrees_with_the_oracle():
     b = buffers()[0]
-    starts = b.starts.tolist()
-    wanted = torch.cat([_mlp_of_expert(b, op, e, starts[e], starts[e + 1]) for e in range(8)])
-    (got,) = mlp.expected(b, op)
-    assert float((got.double() - wanted).norm() / wanted.norm()) < mlp.FORWARD_ERROR
-
-
-def _mlp_of_expert(b, op, expert, start, end):
-    x, w1, w2 = b.x[start:end].double(), b.w1[expert].double(), b.w2[expert].double()
-    gate, up = (x @ w1.T).chunk(2, dim=1)
-    act = torch.nn.functional.silu(gate) * up
-    return {"fc1": act, "fc2": b.mid[start:end].double() @ w2.T, "mlp": act @ w2.T}[op]
+    ends = b.offs.tolist()
+    (act, _), y = oracle.grouped_glu(b.x, b.w1, ends), oracle.grouped_mlp(b.x, b.w1, b.w2, ends)
+    wanted = {"fc1": act, "fc2": oracle.grouped_mm(b.mid, b.w2, ends), "mlp": y}
+    for op in OPS:
+        assert contest.relative_error(mlp.expected(b, op), wanted[op]) < mlp.FORWARD_ERROR
 
 
 @pytest.mark.parametrize("wrong", [lambda y: y * 1.1, lambda y: y.roll(1, 0), lambda y: y * float("nan")])
@@ -125,17 +116,6 @@ def test_quack_is_left_out_where_it_is_absent_unwanted_or_broken(monkeypatch):
 def test_training_counts_three_forwards():
     assert SONIC.flop(LAYER) == 3 * 6 * SONIC.rows * SONIC.hidden * SONIC.intermediate
     assert 3 * (SONIC.flop("dw1") + SONIC.flop("dw2")) == SONIC.flop(LAYER)
-
-
-@pytest.mark.parametrize("op", KERNELS)
-def test_bytes_of_a_kernel_are_its_operands(op, monkeypatch):
-    """As the same kernel is counted where kernels are compared, but for the row scale and its gradient."""
-    fake_gpu.install(monkeypatch)
-    case = dataclasses.replace(QWEN3, experts=4, rows=256)
-    specs = {"dglu": GroupedDgluSpec(), "dgrad": GroupedMmSpec(transpose_w=True)}
-    (made,) = compare.make_sets(case, op, specs.get(op, GroupedWgradSpec()), 1, "cpu")
-    scales = 2 * 4 * case.rows if op == "dglu" else 0
-    assert made.work(4) == {"flop": case.flop(op), "bytes": case.bytes(op, 4) + scales}
 
 
 def test_what_a_forward_saves_is_x_the_preactivation_and_the_scale():

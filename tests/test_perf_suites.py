@@ -15,6 +15,7 @@ from perf.cases import FORWARD, KERNELS, OPS, TRAIN, Case, LayerCase, ServingCas
 from perf.contest import admitted, relative_error
 from perf.layer import MAX_RELATIVE_ERROR, expected, make_layer
 from perf.options import Options
+from perf.quantised import CONTESTANTS
 from perf.stamp import Reading
 from perf.suites import function_of, layer, mhc, mlp, serving
 from perf.targets import MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8
@@ -92,9 +93,9 @@ def assert_tables(suite, records):
 
 @pytest.mark.filterwarnings("ignore:.*torch fp8 is left out")
 def test_recipes_are_measured_by_name(run):
-    names = ("bf16", "mxfp8", "fp8_block", "torch fp8")
-    records = run("fp8", ops=names)
-    assert [list(record["errors"]) for record in records] == 2 * [list(names[:3])]
+    records = run("fp8")
+    assert [list(record["errors"]) for record in records] == 2 * [list(CONTESTANTS[:-1])]
+    assert list(run("fp8", ops=("bf16", "mxfp8"))[0]["errors"]) == ["bf16", "mxfp8"]
     with pytest.raises(ValueError, match="--op 'int4' is not known here"):
         run("fp8", ops=("int4",))
 

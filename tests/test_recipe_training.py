@@ -13,7 +13,7 @@ from support import mxfp8_gradients as oracle
 from support.checks import torch_arguments
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
-from support.gradients import INPUTS, leaves
+from support.gradients import INPUTS, grads, leaves
 from support.inputs import Case, gradient, make_case
 from support.mxfp8_mlp import check as check_forward
 from support.mxfp8_mlp import prepared
@@ -61,10 +61,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 def case(form: tuple[str, str] = ("swiglu", "concat"), **options: Any) -> Case:
     return make_case(SIZES, HIDDEN, INTER, gated=form[0] in GATED, tail=6, **options)
-
-
-def grads(given: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 def step(c: Case, given: dict[str, Any], **options: Any) -> Tensor:

@@ -77,10 +77,6 @@ def weights_of(c: Case, recipe: str) -> tuple[Any, Any]:
     return prepared(c.w1, recipe), prepared(c.w2, recipe)
 
 
-def everything(c: Case) -> dict[str, Any]:
-    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
-
-
 class TestReference:
     @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
@@ -88,9 +84,9 @@ class TestReference:
         c = case(form)
         weights = weights_of(c, recipe)
         y = glulam.grouped_mlp(
-            c.x, *weights, offs=c.offs, activation=form[0], glu_layout=form[1], recipe=recipe, **everything(c)
+            c.x, *weights, offs=c.offs, activation=form[0], glu_layout=form[1], recipe=recipe, **c.addends
         )
-        check(c, y, recipe, weights, form=form, **everything(c))
+        check(c, y, recipe, weights, form=form, **c.addends)
 
     @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("routing", catalogue(60, 7))
@@ -133,9 +129,9 @@ class TestReference:
         again = make_case(SIZES, HIDDEN, INTER, tail=6)
         again.x = x.dequantize()
         weights = weights_of(c, recipe)
-        y = glulam.grouped_mlp(x, *weights, offs=c.offs, recipe=recipe, **everything(c))
+        y = glulam.grouped_mlp(x, *weights, offs=c.offs, recipe=recipe, **c.addends)
         assert y.dtype == BF16
-        check(again, y, recipe, weights, **everything(c))
+        check(again, y, recipe, weights, **c.addends)
 
     def test_the_dtype_of_rows_in_mxfp8_is_that_of_what_is_16_bit(self) -> None:
         c = case(dtype=torch.float16)
@@ -170,9 +166,9 @@ class TestHostPath:
         weights = weights_of(c, recipe)
         fake_gpu.specs.clear()
         fake_gpu.launches.clear()
-        options = {"activation": form[0], "glu_layout": form[1], "recipe": recipe, **everything(c)}
+        options = {"activation": form[0], "glu_layout": form[1], "recipe": recipe, **c.addends}
         y = glulam.grouped_mlp(c.x, *weights, offs=c.offs, **options)
-        check(c, y, recipe, weights, form=form, **everything(c))
+        check(c, y, recipe, weights, form=form, **c.addends)
         spec = next(s for s in fake_gpu.specs if isinstance(s, GroupedMlpSpec))
         assert spec.fc1.operands == recipe
         assert form[0] in ACTIVATION_FORMS[spec.fc1.activation] and form[1] in LAYOUT_FORMS[spec.fc1.glu_layout]
@@ -491,7 +487,7 @@ def test_gradients_are_refused(recipe: str, name: str) -> None:
     if recipes.RECIPES[recipe].trains or (recipes.RECIPES[recipe].freezes_weights and name != "w1"):
         pytest.skip("it has them")
     c = case()
-    given = arguments(c, recipe=recipe, **everything(c))
+    given = arguments(c, recipe=recipe, **c.addends)
     given[name] = given[name].detach().requires_grad_()
     words = "w1 requires a gradient, and weights of" if recipes.RECIPES[recipe].freezes_weights else ""
     with pytest.raises(glulam.GradientNotSupported, match=f"{words}.*recipe '{recipe}'.*(detach|no_grad)"):
@@ -534,7 +530,7 @@ def compiled_calls(c: Case) -> dict[str, Callable[[], Tensor]]:
     folded, exact = weights_of(c, "mxfp8"), weights_of(c, "mxfp8_exact")
     rows = glulam.quantize_mxfp8(c.x.nan_to_num())
     return {
-        "prepared": lambda: glulam.grouped_mlp(c.x, *folded, offs=c.offs, recipe="mxfp8", **everything(c)),
+        "prepared": lambda: glulam.grouped_mlp(c.x, *folded, offs=c.offs, recipe="mxfp8", **c.addends),
         "16-bit": lambda: glulam.grouped_mlp(c.x, c.w1, list(c.w2), offs=c.offs, recipe="mxfp8"),
         "exact": lambda: glulam.grouped_mlp(c.x, *exact, splits=SIZES, recipe=recipes.MXFP8_EXACT),
         "weights": lambda: glulam.grouped_mlp(c.x, *exact, offs=c.offs, recipe="mxfp8_weight_only"),

@@ -27,7 +27,6 @@ FORMATS = {
     "nvfp4": "nvfp4_weight_only",
 }  # fmt: skip
 """Recipe that the CPU uses for each format; scales of "..._wide" formats are too far apart to be folded."""
-WEIGHT_ONLY = {name: recipe for name, recipe in FORMATS.items() if recipe.endswith("weight_only")}
 
 
 def made(kind: str, w13: Held, w2: Held, **options: Any) -> ServedExperts:

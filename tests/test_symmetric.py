@@ -18,7 +18,9 @@ from support.rank_layers import (
     HIDDEN,
     MOST,
     TOP_K,
+    assert_another_operation_is_told,
     assert_like_one,
+    assert_refusal_is_told,
     cast,
     folded,
     forward,
@@ -294,40 +296,13 @@ def test_a_rank_that_does_not_come(missing_in: str, played: pytest.MonkeyPatch) 
 
 
 def test_a_rank_in_another_operation(played: pytest.MonkeyPatch) -> None:
-    ranks = ranks_of(2, timeout=0.3, device="cpu")
-    tokens = [inputs(30, rank, "all") for rank in range(2)]
-
-    @torch.no_grad()
-    def part(ep: VirtualRank) -> None:
-        x, ids, weights, *_ = tokens[ep.rank]
-        _, _, handle = ep.dispatch(x, ids, weights)
-        if ep.rank == 0:
-            ep.dispatch(x, ids, weights)
-        else:
-            ep.collect(ep._way.window.rows, handle)
-
-    each(ranks, part)
-    for ep in ranks:
-        with pytest.raises(PeerError, match="did not come|in another operation"):
-            ep.check()
+    assert_another_operation_is_told(
+        ranks_of(2, timeout=0.3, device="cpu"), [inputs(30, rank, "all") for rank in range(2)]
+    )
 
 
 def test_a_rank_that_is_refused(played: pytest.MonkeyPatch) -> None:
-    ranks = ranks_of(2, timeout=5, device="cpu")
-    x, ids, weights, *_ = inputs(MOST, 0, "all")
-
-    @torch.no_grad()
-    def part(ep: VirtualRank) -> None:
-        if ep.rank == 1:
-            with pytest.raises(ValueError, match=f"max_tokens is {MOST}"):
-                ep.dispatch(torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights]))
-        else:
-            ep.dispatch(x, ids, weights)
-
-    each(ranks, part)
-    for ep in ranks:
-        with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
-            ep.dispatch(x, ids, weights)
+    assert_refusal_is_told(ranks_of(2, timeout=5, device="cpu"), inputs(MOST, 0, "all"))
 
 
 def test_experts_that_fail(played: pytest.MonkeyPatch) -> None:

@@ -719,15 +719,12 @@ def test_a_clamped_activation_without_a_gate_is_none(name: str, limit: float) ->
     assert activation_of(clamped, CPU) is None
 
 
-def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "6.1.0")
-    with pytest.warns(RuntimeWarning, match=r"transformers 6.1.0 was not tested with Glulam; 5.17, .* were"):
-        integration.register()
-
-
-def test_a_package_without_a_version_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: None)
-    with pytest.warns(RuntimeWarning, match="transformers of unknown version was not tested with Glulam"):
+@pytest.mark.parametrize(("version", "named"), [("6.1.0", "6.1.0"), (None, "of unknown version")])
+def test_a_version_that_was_not_tested_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, named: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.warns(RuntimeWarning, match=f"transformers {named} was not tested with Glulam; 5.17, .* were"):
         integration.register()
 
 

@@ -58,8 +58,19 @@ PROBLEMS = {
     "wgrad": Problem("grouped_wgrad", "bfloat16", 0, 16, 1024, 0, 2048, out_dtype="float32"),
     "both wgrads": Problem("grouped_wgrad", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu", out_dtype="bfloat16"),
 }
-FAST = TileConfig(128, 256, 64, 1, 2)
 OPTIONS = Options((1, 16, 256), budget_s=0.5)
+
+
+def interrupted_at(rows_per_expert: int, us: float = 100.0) -> Any:
+    """Return a time of all steps, of which the seventh at this number of rows is interrupted by the user."""
+    steps = itertools.count()
+
+    def time(spec: Spec, rows: int, routing: str) -> float:
+        if rows == rows_per_expert * MM.experts and next(steps) > 5:
+            raise KeyboardInterrupt
+        return us
+
+    return time
 
 
 def slow_but(spec_us: dict[TileConfig, float], other: float = 100.0) -> Any:
@@ -215,15 +226,8 @@ class TestSession:
             tune(FakeBench(lambda *_: 100.0, memory_rows=1), places)
 
     def test_an_interrupted_run_goes_on_where_it_was(self, places: Path) -> None:
-        calls = itertools.count()
-
-        def interrupt(spec: Spec, rows: int, routing: str) -> float:
-            if rows == 256 * MM.experts and next(calls) > 5:
-                raise KeyboardInterrupt
-            return 100.0
-
         with pytest.raises(KeyboardInterrupt):
-            tune(FakeBench(interrupt), places)
+            tune(FakeBench(interrupted_at(256)), places)
         (section,) = tables.read(places)
         (layer,) = section.layers.values()
         assert [point.rows_per_expert for point in layer.points] == [1, 16]
@@ -250,15 +254,8 @@ class TestSession:
     )
     def test_only_the_same_run_goes_on(self, places: Path, change: Callable[[Any], None]) -> None:
         """Points of other commands, problems and versions, and of runs that ended, are measured anew."""
-        calls = itertools.count()
-
-        def interrupt(spec: Spec, rows: int, routing: str) -> float:
-            if rows == 16 * MM.experts and next(calls) > 5:
-                raise KeyboardInterrupt
-            return 100.0
-
         with pytest.raises(KeyboardInterrupt):
-            tune(FakeBench(interrupt), places)
+            tune(FakeBench(interrupted_at(16)), places)
         data = json.loads(places.read_text())
         assert layer_of(data["sections"][0])["unfinished"]["rows"] == [1.0]
         change(data["sections"][0])
@@ -272,15 +269,8 @@ class TestSession:
 
     def test_points_of_earlier_runs_stay_and_are_not_taken_for_measured(self, places: Path) -> None:
         tune(FakeBench(lambda *_: 100.0), places, options=Options((4, 256), budget_s=0.1))
-        calls = itertools.count()
-
-        def interrupt(spec: Spec, rows: int, routing: str) -> float:
-            if rows == 16 * MM.experts and next(calls) > 5:
-                raise KeyboardInterrupt
-            return 70.0
-
         with pytest.raises(KeyboardInterrupt):
-            tune(FakeBench(interrupt), places)
+            tune(FakeBench(interrupted_at(16, 70.0)), places)
         again = FakeBench(lambda *_: 50.0)
         report = tune(again, places)
         assert {rows for rows, *_ in again.contests} == {average * MM.experts for average in (16, 256)}

@@ -33,44 +33,35 @@ KERNEL_TIMES = partial(measure_device, enqueue_us=400.0)  # more than the host n
 TRAINING_TIMES = partial(measure_device, enqueue_us=1000.0)  # likewise, for some thirty launches
 CALLS_PER_SAMPLE = 20
 SETTLING = 0.4  # share of a contestant's time alone in which clock and temperature settle
-WORK = {"backward": ("flop", "bytes"), "power": ("flop",)}
-"""Work that a suite's records hold; other suites' records hold none, since tables compute it from the case."""
 
 
 @torch.no_grad()
 def measure_case(
-    suite: str, ops: Sequence[str], quack: Quack | None, alone: TimesOf | None, case: Case, budget_s: float
+    ops: Sequence[str], quack: Quack | None, alone: TimesOf | None, case: Case, budget_s: float
 ) -> Iterator[Record]:
     """Yield one record for each operation, the forward's operations first.
 
-    Args:
-        suite: the suite's name.
-        ops: operations to measure.
-        quack: a `quack.Quack`, or None.
-        alone: function that times each contestant alone. None: contestants are timed alternately.
-        case: the sizes.
-        budget_s: seconds of measuring.
+    alone: function that times each contestant alone. None: contestants are timed alternately.
     """
     for kernels, make in ((OPS, make_buffers), (KERNELS, lambda case: [make_training(case)])):
         wanted = [op for op in ops if op in kernels]
         sets: list[Any] = list(make(case)) if wanted else []
         for op in wanted:
             sizes: list[int] = sets[0].sizes
-            work = {"flop": case.flop(op), "bytes": case.bytes(op, sum(size > 0 for size in sizes))}
-            fields: Record = {"op": op, **{name: work[name] for name in WORK.get(suite, ())}}
             record = contest(
                 case, contestants(op, sets, quack, has_dense=not case.decode), budget_s / len(ops),
                 () if alone else sizes,  # which are even
-                where=op, measure=alone or (KERNEL_TIMES if op in KERNELS else measure_device), **fields,
+                where=op, measure=alone or (KERNEL_TIMES if op in KERNELS else measure_device),
+                op=op, flop=case.flop(op), bytes=case.bytes(op, sum(size > 0 for size in sizes)),
             )  # fmt: skip
             if quack and quack.name in record["times"]:
-                record["tuning"] = {quack.name: quack.tunings(op, sets)}
+                record["tuning"] = quack.tunings(op, sets)
             yield record
 
 
 def run_in_turns(suite: str, known: Sequence[str], options: Options, alone: TimesOf | None = None) -> list[Record]:
     """Measure the contestants in turns, or each `alone`, and return one record for each (case, operation)."""
-    of_case = partial(measure_case, suite, select_ops(known, options.ops), find_quack(options.quack), alone)
+    of_case = partial(measure_case, select_ops(known, options.ops), find_quack(options.quack), alone)
     return over_cases(suite)(of_case)(options)
 
 

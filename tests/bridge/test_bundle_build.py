@@ -384,19 +384,16 @@ def test_what_a_build_makes_does_not_depend_on_the_umask(tmp_path: Path) -> None
     assert verification.verify(tmp_path / "out" / ARCH, ARCH, sources)
 
 
-def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler -O2")
-    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(ToolchainError, match="'no-such-compiler' is not on PATH; install gcc or clang, or set CC"):
-        _build(TOY_SPECS, tmp_path)
-
-
-def test_a_compiler_that_is_no_command_is_said_before_compiling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("command", "why"), [
+    ("no-such-compiler -O2", "'no-such-compiler' is not on PATH; install gcc or clang, or set CC"),
+    ('gcc "', "CC is 'gcc \"', which is no command .No closing quotation.; set CC to"),
+])  # fmt: skip
+def test_no_c_compiler_is_said_before_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, why: str
 ) -> None:
-    monkeypatch.setenv("CC", 'gcc "')
+    monkeypatch.setenv("CC", command)
     monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(ToolchainError, match="CC is 'gcc \"', which is no command .No closing quotation.; set CC to"):
+    with pytest.raises(ToolchainError, match=why):
         _build(TOY_SPECS, tmp_path)
 
 

@@ -17,7 +17,7 @@ from support.wrong_calls import PUBLIC
 import glulam
 from cute_kernels.formulas import FORMULAS, NUMBERS
 from cute_kernels.specs import GATED, GLU_LAYOUTS
-from glulam.calls.roles import BIASES, ROLES, WEIGHTS, Kind
+from glulam.calls.roles import ROLES, WEIGHTS, Kind
 from glulam.formats.form import Form
 from glulam.formats.mxfp8.layout import AXES, BLOCK_SIZES, SCALE_LAYOUTS
 from glulam.formats.mxfp8.quantize import QUANTIZE_AXES
@@ -136,10 +136,6 @@ def weights_of(call: str) -> list[str]:
 def _is_packed_alone(call: str, name: str) -> bool:
     """Return True if weights must be one packed tensor: low-rank weights, and arguments of quantisers."""
     return name == "low_w" or call.startswith(("quantize_", "prepare_"))
-
-
-def biases_of(call: str) -> list[str]:
-    return [name for name in parameters(call) if name in BIASES and weights_of(call)]
 
 
 def form_of(recipe: str) -> Form:

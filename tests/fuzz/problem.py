@@ -7,8 +7,6 @@ import json
 import shlex
 from typing import Any
 
-NO_OPTIONS: dict[str, Any] = {}
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:

@@ -37,6 +37,13 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def with_gradients(poisoned_memory: None) -> Iterator[None]:
+    """Run a test with gradients after all, which `poisoned_memory` switches off."""
+    with torch.enable_grad():
+        yield
+
+
 OF_HOPPER = re.compile(r" mxfp8\b| folded\b| rebased\b|in_mxfp8|prepare_mxfp8|in FP8 blocks")
 """Tests of FP8 rows, and of weights folded for them, by their names, where no parameter says so."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -169,12 +168,8 @@ def test_a_large_layer() -> None:
     assert same_bits(dx[: c.rows], want[: c.rows]) and dx[: c.rows].abs().max() > 0.1
 
 
+@pytest.mark.usefixtures("with_gradients")
 class TestGradients:
-    @pytest.fixture(autouse=True)
-    def with_gradients(self, poisoned_memory: None) -> Iterator[None]:
-        with torch.enable_grad():
-            yield
-
     def given(self, c: Case) -> dict[str, Any]:
         given: dict[str, Any] = leaves(c)
         given["w1"] = GateUp(*(half.requires_grad_() for half in apart(c.w1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.activations import Activation, activate
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("with_gradients")]
 
 HIDDEN, INTER, EXPERTS, TAIL = 200, 352, 8, 13
 NAMES = ("x", "w1", "bias", "row_scale")
-
-
-@pytest.fixture(autouse=True)
-def with_gradients(poisoned_memory: None) -> Iterator[None]:
-    with torch.enable_grad():
-        yield
 
 
 def by_definition(form: tuple[str, str], sizes: list[int], given: dict[str, Tensor], dtype: torch.dtype) -> Tensor:

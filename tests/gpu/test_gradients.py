@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.criterion import same_bits
-from support.gradients import INPUTS, check_gradients, leaves
+from support.gradients import INPUTS, check_gradients, grads, leaves
 from support.inputs import Case, gradient, make_case, poison_allocator
 from support.routing import catalogue, zipf
 from torch.utils.checkpoint import checkpoint
@@ -18,25 +17,15 @@ import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("with_gradients")]
 
 BF16, F16 = torch.bfloat16, torch.float16
 HIDDEN, INTER = 200, 352
 EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
 
 
-@pytest.fixture(autouse=True)
-def with_gradients(poisoned_memory: None) -> Iterator[None]:
-    with torch.enable_grad():
-        yield
-
-
 def case(sizes: list[int], gated: bool = True, **options: Any) -> Case:
     return make_case(sizes, HIDDEN, INTER, gated=gated, device="cuda", **{"tail": TAIL, **options})
-
-
-def grads(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 @pytest.mark.parametrize("recompute", [False, True])

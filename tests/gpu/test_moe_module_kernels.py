@@ -4,8 +4,6 @@ block's in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.criterion import assert_close, same_bits
@@ -15,16 +13,10 @@ from torch import Tensor
 import glulam
 from glulam.nn import MoE, convert_state_dict
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("with_gradients")]
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def with_gradients(poisoned_memory: None) -> Iterator[None]:
-    with torch.enable_grad():
-        yield
 
 
 def loaded(name: str, dtype: torch.dtype = BF16, **options: object) -> MoE:

@@ -37,10 +37,6 @@ def weights_of(c: Case, recipe: str) -> tuple[Any, Any]:
     return prepared(c.w1, recipe), prepared(c.w2, recipe)
 
 
-def everything(c: Case) -> dict[str, Any]:
-    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
-
-
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(("recipe", "dtype"), RECIPES_AND_DTYPES)
 @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
@@ -48,9 +44,9 @@ def test_every_activation(recipe: str, dtype: torch.dtype, form: tuple[str, str]
     c = case(sizes, form, dtype)
     weights = weights_of(c, recipe)
     out = poisoned(c.x.shape[0], HIDDEN, c.x, padding=8)
-    options = {"activation": form[0], "glu_layout": form[1], "recipe": recipe, **everything(c)}
+    options = {"activation": form[0], "glu_layout": form[1], "recipe": recipe, **c.addends}
     glulam.grouped_mlp(c.x, *weights, offs=c.offs, out=out, **options)
-    check(c, out, recipe, weights, form=form, **everything(c))
+    check(c, out, recipe, weights, form=form, **c.addends)
     assert bool(out[c.rows :].isnan().all()), "the tail was written"
 
 
@@ -94,9 +90,9 @@ def test_rows_in_mxfp8(recipe: str, block: str, scale_layout: str, sizes: list[i
     x = glulam.quantize_mxfp8(c.x, block=block, scale_layout=scale_layout)  # the tail is NaN
     weights = weights_of(c, recipe)
     c.x = x.dequantize()
-    y = glulam.grouped_mlp(x, *weights, offs=c.offs, recipe=recipe, **everything(c))
+    y = glulam.grouped_mlp(x, *weights, offs=c.offs, recipe=recipe, **c.addends)
     assert y.dtype == BF16
-    check(c, y, recipe, weights, **everything(c))
+    check(c, y, recipe, weights, **c.addends)
 
 
 def test_rows_in_mxfp8_are_what_the_call_itself_makes_of_them() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import mxfp8_gradients as oracle
 from support.criterion import same_bits
-from support.gradients import leaves
+from support.gradients import grads, leaves
 from support.inputs import Case, gradient, make_case, poison_allocator
 from support.routing import catalogue, ends, zipf
 from torch import Tensor
@@ -24,18 +24,12 @@ from glulam.formats import prepared as prepared_weights
 from glulam.host.plans import forget_plans
 from glulam.nn import GroupedMLP
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("with_gradients")]
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 EXPERTS, HIDDEN, INTER = 6, 352, 224  # multiples of 32, not of 64 or 128
 FEW, MANY = [5, 0, 64, 1, 0, 40], [130, 0, 257, 64, 1, 300]
 Cache = prepared_weights.PreparedWeights
-
-
-@pytest.fixture(autouse=True)
-def with_gradients(poisoned_memory: None) -> Iterator[None]:
-    with torch.enable_grad():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +55,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def case(sizes: list[int], form: tuple[str, str] = ("swiglu", "concat"), **options: Any) -> Case:
     return make_case(sizes, HIDDEN, INTER, gated=form[0] in GATED, **{"tail": 70, "device": "cuda", **options})
-
-
-def grads(given: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 def step(c: Case, given: dict[str, Any], dy: Tensor | None = None, **options: Any) -> Tensor:

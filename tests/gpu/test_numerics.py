@@ -42,10 +42,6 @@ def named(form: Form) -> dict[str, str]:
     return {"activation": form[0], "glu_layout": form[1]}
 
 
-def addends(c: Case) -> dict[str, Any]:
-    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
-
-
 def test_batches_use_different_kernels() -> None:
     """Else half of this file would test nothing new."""
     few, many = (
@@ -62,7 +58,7 @@ def test_every_form(form: Form, batch: str, dtype: torch.dtype) -> None:
     """Each activation and layout in both fused operators, plain and with all addends."""
     c = case(BATCHES[batch], form, dtype=dtype)
     for extras in (False, True):
-        options = addends(c) if extras else {}
+        options = c.addends if extras else {}
         check_mlp(c, glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **named(form), **options), form, **options)
         options = {"bias": c.b1, "row_scale": c.row_scale} if extras else {}
         act, preact = glulam.grouped_glu(c.x, c.w1, offs=c.offs, return_preact=True, **named(form), **options)
@@ -99,11 +95,11 @@ def test_routings(name: str, rows: int) -> None:
         buffer = torch.full((total, HIDDEN + 8), math.nan, dtype=BF16, device="cuda")
         before = buffer.clone()
         out = buffer[:, :HIDDEN]
-        assert glulam.grouped_mlp(c.x, c.w1, c.w2, out=out, **addends(c), **groups) is out
+        assert glulam.grouped_mlp(c.x, c.w1, c.w2, out=out, **c.addends, **groups) is out
         assert same_bits(buffer[c.rows :], before[c.rows :]), "the tail was written"
         assert same_bits(buffer[:, HIDDEN:].contiguous(), before[:, HIDDEN:].contiguous()), "padding was written"
         if first is None:
-            check_mlp(c, out, **addends(c))
+            check_mlp(c, out, **c.addends)
             first = out[: c.rows].clone()
         assert same_bits(out[: c.rows].contiguous(), first), f"{list(groups)} differs from offs"
 
@@ -136,7 +132,7 @@ def test_sizes(name: str) -> None:
     for layout in ("concat", "interleaved" if inter % 32 else "interleaved32"):
         form = ("swiglu", layout)
         c = case(sizes, form, hidden, inter, tail=tail)
-        check_mlp(c, glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **named(form), **addends(c)), form, **addends(c))
+        check_mlp(c, glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **named(form), **c.addends), form, **c.addends)
     act, preact = glulam.grouped_glu(c.x, c.w1, splits=c.splits(), return_preact=True, **named(form))
     check_glu(c, act, preact, form)
     transposed = c.w1.mT.contiguous()
@@ -201,8 +197,8 @@ def test_lists_of_experts(listed: tuple[bool, ...], rows: int) -> None:
     c = case(zipf(rows, EXPERTS))
     packed = (c.w1, c.w2, c.b1, c.b2)
     w1, w2, b1, b2 = (scattered(t) if as_list else t for t, as_list in zip(packed, listed, strict=True))
-    want = glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **addends(c))
-    check_mlp(c, want, **addends(c))
+    want = glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **c.addends)
+    check_mlp(c, want, **c.addends)
     for _ in range(2):
         got = glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, b1=b1, b2=b2, row_scale=c.row_scale)
         assert same_bits(got[: c.rows], want[: c.rows])
@@ -242,8 +238,8 @@ def test_parameters() -> None:
 @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
 def test_the_same_bits_every_time(rows: int) -> None:
     c = case(zipf(rows, EXPERTS))
-    first, *others = (glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **addends(c)) for _ in range(5))
-    check_mlp(c, first, **addends(c))
+    first, *others = (glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **c.addends) for _ in range(5))
+    check_mlp(c, first, **c.addends)
     assert all(same_bits(other[: c.rows], first[: c.rows]) for other in others)
 
 

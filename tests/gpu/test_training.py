@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.criterion import same_bits
-from support.gradients import check_gradients, leaves
+from support.gradients import check_gradients, grads, leaves
 from support.inputs import Case, gradient, make_case, poison_allocator
 from support.routing import zipf
 
@@ -18,24 +17,14 @@ from glulam.choose import kernels
 from glulam.host.plans import forget_plans
 from glulam.nn import GroupedMLP
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("with_gradients")]
 
 BF16 = torch.bfloat16
 HIDDEN, INTER, EXPERTS, ROWS, TAIL = 200, 352, 8, 1500, 13
 
 
-@pytest.fixture(autouse=True)
-def with_gradients(poisoned_memory: None) -> Iterator[None]:
-    with torch.enable_grad():
-        yield
-
-
 def case(sizes: list[int] | None = None, **options: Any) -> Case:
     return make_case(sizes or zipf(ROWS, EXPERTS), HIDDEN, INTER, device="cuda", **{"tail": TAIL, **options})
-
-
-def grads(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 @pytest.mark.parametrize("rows", [100, ROWS])

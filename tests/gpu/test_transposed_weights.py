@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,10 +53,6 @@ def of(form: Form) -> dict[str, Any]:
     return {"activation": form[0], "glu_layout": form[1], "transpose_w": True}
 
 
-def addends(c: Case) -> dict[str, Any]:
-    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
-
-
 def test_batches_use_different_kernels() -> None:
     few, many = (
         glulam.explain(
@@ -78,7 +73,7 @@ def test_every_form(form: Form, batch: str, dtype: torch.dtype) -> None:
     c = case(BATCHES[batch], form, dtype=dtype)
     w1, w2 = transposed(c)
     for extras in (False, True):
-        options = addends(c) if extras else {}
+        options = c.addends if extras else {}
         check_mlp(c, glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **options), form, **options)
         options = {"bias": c.b1, "row_scale": c.row_scale} if extras else {}
         both = glulam.grouped_glu(c.x, w1, offs=c.offs, return_preact=True, **of(form), **options)
@@ -102,7 +97,7 @@ def test_sizes(name: str, layout: str) -> None:
     form = ("swiglu", layout)
     c = case(sizes, form, hidden, inter, tail=TAIL if any(sizes) else 0)
     w1, w2 = transposed(c)
-    check_mlp(c, glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **addends(c)), form, **addends(c))
+    check_mlp(c, glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **c.addends), form, **c.addends)
     both = glulam.grouped_glu(c.x, w1, splits=c.splits(), bias=c.b1, return_preact=True, **of(form))
     check_glu(c, *both, form, bias=c.b1)
 
@@ -125,7 +120,7 @@ def test_routings(name: str, rows: int) -> None:
     w1, w2 = transposed(c)
     total = c.x.shape[0]
     for columns, call in (
-        (HIDDEN, lambda out: glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, out=out, **of(GPT_OSS), **addends(c))),
+        (HIDDEN, lambda out: glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, out=out, **of(GPT_OSS), **c.addends)),
         (INTER, lambda out: glulam.grouped_glu(c.x, w1, offs=c.offs, bias=c.b1, out=out, **of(GPT_OSS))),
     ):
         buffer = torch.full((total, columns + 8), math.nan, dtype=BF16, device="cuda")
@@ -134,7 +129,7 @@ def test_routings(name: str, rows: int) -> None:
         assert bool(buffer[c.rows :].isnan().all()), "the tail was written"
         assert bool(buffer[:, columns:].isnan().all()), "padding was written"
         if columns == HIDDEN:
-            check_mlp(c, out, GPT_OSS, **addends(c))
+            check_mlp(c, out, GPT_OSS, **c.addends)
         else:
             check_glu(c, out, None, GPT_OSS, bias=c.b1)
 
@@ -198,8 +193,8 @@ def test_lists_of_experts(layout: str, rows: int) -> None:
     form = ("swiglu", layout)
     c = case(zipf(rows, EXPERTS), form)
     w1, w2 = transposed(c)
-    want = glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **addends(c))
-    check_mlp(c, want, form, **addends(c))
+    want = glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **c.addends)
+    check_mlp(c, want, form, **c.addends)
     lists = {"b1": scattered(c.b1), "b2": scattered(c.b2), "row_scale": c.row_scale}
     for weights in ((scattered(w1), scattered(w2)), (w1, scattered(w2)), (scattered(w1), w2)):
         got = glulam.grouped_mlp(c.x, *weights, offs=c.offs, **of(form), **lists)
@@ -229,14 +224,14 @@ def test_a_graph_follows_its_groups(rows: int) -> None:
     w1, w2 = transposed(c)
     offs, graph = c.offs.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = glulam.grouped_mlp(c.x, w1, w2, offs=offs, **of(GPT_OSS), **addends(c))
+        y = glulam.grouped_mlp(c.x, w1, w2, offs=offs, **of(GPT_OSS), **c.addends)
     for sizes in (c.sizes, one_takes_all(c.rows, EXPERTS, 3)):
         offs.copy_(torch.tensor(sizes).cumsum(0))
         graph.replay()
-        assert same_bits(y[: c.rows], glulam.grouped_mlp(c.x, w1, w2, offs=offs, **of(GPT_OSS), **addends(c))[: c.rows])
+        assert same_bits(y[: c.rows], glulam.grouped_mlp(c.x, w1, w2, offs=offs, **of(GPT_OSS), **c.addends)[: c.rows])
     offs.copy_(c.offs)
     graph.replay()
-    check_mlp(c, y, GPT_OSS, **addends(c))
+    check_mlp(c, y, GPT_OSS, **c.addends)
 
 
 @pytest.mark.parametrize("params", [(7.0, 1.702, 1.0), (1, 1, 0), (0.25, 2.5, -0.5), (math.inf, 1.0, 0.0)])
@@ -327,12 +322,8 @@ class TestDglu:
             check_dglu(c, dy, h, got, ("swiglu", "concat"))
 
 
+@pytest.mark.usefixtures("with_gradients")
 class TestGradients:
-    @pytest.fixture(autouse=True)
-    def with_gradients(self, poisoned_memory: None) -> Iterator[None]:
-        with torch.enable_grad():
-            yield
-
     def check(self, c: Case, form: Form = GPT_OSS, **options: Any) -> None:
         given, dy = transposed_leaves(c), gradient(c)
         poison_allocator("cuda")

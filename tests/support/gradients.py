@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,11 @@ def leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Tensor]:
     scale = c.row_scale.double() if c.x.dtype == F64 else c.row_scale
     values = {**inputs(c), "row_scale": scale}
     return {name: value.detach().clone().requires_grad_(name in wanted) for name, value in values.items()}
+
+
+def grads(given: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the gradients of the tensors that have one, by the tensors' names."""
+    return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 def transposed_leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Tensor]:

@@ -73,6 +73,11 @@ class Case:
     def offs(self) -> Tensor:
         return torch.tensor(self.ends, dtype=torch.int32, device=self.x.device)
 
+    @property
+    def addends(self) -> dict[str, Tensor]:
+        """Return both biases and the row scale, as arguments of grouped_mlp."""
+        return {"b1": self.b1, "b2": self.b2, "row_scale": self.row_scale}
+
     def splits(self, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(self.sizes, dtype=dtype, device=self.x.device)
 

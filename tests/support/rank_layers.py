@@ -12,7 +12,7 @@ from torch import Tensor
 
 import glulam
 from glulam import Routing
-from glulam.distributed import ExpertParallel, parallel
+from glulam.distributed import ExpertParallel, PeerError, parallel
 from glulam.distributed.window import Sizes
 
 from .criterion import assert_close
@@ -180,3 +180,39 @@ def assert_like_one(made: list[list[Tensor]], tokens: list[list[Tensor]], w1: Te
             assert_close(got, wanted.reshape(1, -1), same.cpu().reshape(1, -1), rows=1)
         else:
             assert not one.any()
+
+
+def assert_another_operation_is_told(ranks: list[VirtualRank], tokens: list[list[Tensor]]) -> None:
+    """Check that both of two ranks are told if one dispatches again where the other collects."""
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        x, ids, weights, *_ = tokens[ep.rank]
+        _, _, handle = ep.dispatch(x, ids, weights)
+        if ep.rank == 0:
+            ep.dispatch(x, ids, weights)
+        else:
+            ep.collect(ep._way.window.rows, handle)
+
+    each(ranks, part)
+    for ep in ranks:
+        with pytest.raises(PeerError, match="did not come|in another operation"):
+            ep.check()
+
+
+def assert_refusal_is_told(ranks: list[VirtualRank], given: list[Tensor]) -> None:
+    """Check that both of two ranks are told if one has more tokens than the other has room for."""
+    x, ids, weights, *_ = given
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        if ep.rank == 1:
+            with pytest.raises(ValueError, match=f"max_tokens is {MOST}"):
+                ep.dispatch(torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights]))
+        else:
+            ep.dispatch(x, ids, weights)
+
+    each(ranks, part)
+    for ep in ranks:
+        with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
+            ep.dispatch(x, ids, weights)

@@ -609,7 +609,7 @@ def complaint(operation: Operation, name: str, word: str, arguments: Arguments, 
     return next(filter(None, map(_difference, _flat(got), _flat(wanted))), "")
 
 
-COLD, WARM, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
+COLD, _, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
 """The calls made before the wrong call: none, valid calls, or valid calls with fewer rows."""
 
 

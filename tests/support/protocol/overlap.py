@@ -70,10 +70,6 @@ class Kernel(NamedTuple):
     def without_wait(self) -> Kernel:
         return self.changed(lambda role: [step for step in role if step.action != WAIT])
 
-    def waiting_last(self) -> Kernel:
-        """Return the kernel with all reads and writes before its waits."""
-        return self.changed(lambda role: sorted(role, key=lambda step: step.action == WAIT))
-
     def letting_first(self) -> Kernel:
         """Return the kernel with `let_next_begin` first in each role, also in roles that had none."""
         return self.changed(lambda role: (Step(LET), *(step for step in role if step.action != LET)))
