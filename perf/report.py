@@ -223,7 +223,9 @@ def summary(results: list[Result]) -> str:
     if not lines:
         return NOTHING
     peers = ("; ".join(starmap(_peer, line.peers.items())) for line in lines)
-    rows = [(line.what, microseconds(line.us), line.rate, shown) for line, shown in zip(lines, peers, strict=True)]
+    rows: list[tuple[str, ...]] = [
+        (line.what, microseconds(line.us), line.rate, shown) for line, shown in zip(lines, peers, strict=True)
+    ]
     picture = f"![{draw_overview.__doc__}](perf/results/{_plot(results).name})"
     return "\n\n".join([picture, f"{TITLE}, {shown_gpu(results)}:", markdown_table(Table(TITLE, HEADER, rows))])
 
