@@ -18,6 +18,7 @@ from support.fake_gpu import FakeGpu
 import glulam
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import BundleError
+from glulam.calls import checks, group_checks
 from glulam.calls.checks import MAX_ROWS
 from glulam.choose import kernels
 from glulam.host import device, groups
@@ -252,6 +253,26 @@ def test_too_many_rows(fake_gpu: FakeGpu) -> None:
     x = empty(1, 8).expand(MAX_ROWS, 8)
     with pytest.raises(ValueError, match=r"x has 67108864 rows; at most 2\*\*26 - 1"):
         glulam.grouped_mm(x, empty(E, 8, 8), splits=[0] * E)
+
+
+def test_too_many_rows_by_index(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.zeros(64, dtype=torch.int32)
+    monkeypatch.setattr(group_checks, "MAX_ROWS", 64)
+    with pytest.raises(ValueError, match="rows has 64 indices; at most"):
+        glulam.grouped_mm(empty(3, 8), empty(E, 8, 8), splits=[0] * E, rows=rows)
+
+
+def test_rows_too_far_apart(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels count the distance between rows in 32 bits; also where a kept plan serves another number of rows."""
+    monkeypatch.setattr(checks, "MAX_SPAN", 1024)
+    x, w = empty(40, 64), empty(E, 32, 64)
+    ends, rows = torch.tensor([2] * E, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    glulam.grouped_mm(x[:8], w, offs=ends)
+    glulam.grouped_mm(x[:8], w, offs=ends, rows=rows)
+    for number in (9, 40):
+        for call in ({}, {"rows": rows}):
+            with pytest.raises(ValueError, match="x lies in .* GiB of memory; at most"):
+                glulam.grouped_mm(x[:number], w, offs=ends, **call)
 
 
 def test_columns_of_one_buffer_do_not_overlap() -> None:

@@ -208,8 +208,8 @@ def test_memory_on_the_thread_that_keeps_it(fake_gpu: FakeGpu) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError):
-        device.on_own_thread(fail)
-    assert device.on_own_thread(lambda: 3) == 3
+        device.on_own_thread(fail, torch.device("cpu"))
+    assert device.on_own_thread(lambda: 3, torch.device("cpu")) == 3
 
 
 def test_a_weight_that_could_not_be_prepared_is_still_one_that_trains(fake_gpu: FakeGpu) -> None:

@@ -19,6 +19,7 @@ from support.ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import parametrize
 
 import glulam
 from cute_kernels.shipped import activation_forms
@@ -438,6 +439,11 @@ def filled(adapters: Lora) -> Lora:
     return adapters
 
 
+class Halved(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
 class TestModules:
     def run(self, mlp: glulam.nn.GroupedMLP) -> Tensor:
         dtype = next((one.dtype for one in mlp.fc2.parameters()), BF16)
@@ -570,7 +576,12 @@ class TestModules:
             ({}, {"r": 4, "layers": "fc1"}, ValueError, "add_lora: layers is 'fc1'; give some of"),
             ({}, {"r": 4, "layers": ["fc3"]}, ValueError, "add_lora: layers is"),
             ({}, {"r": 4, "alpha": "8"}, TypeError, "add_lora: alpha is a str"),
-            ({}, {"r": 4, "dtype": torch.int8}, (TypeError, RuntimeError), "floating|int8"),
+            ({}, {"r": 4, "dtype": torch.int8}, TypeError, "add_lora: dtype is torch.int8; give bfloat16"),
+            ({}, {"r": 4, "dtype": torch.float8_e4m3fn}, TypeError, "add_lora: dtype is torch.float8_e4m3fn"),
+            ({}, {"r": 4, "dtype": "bfloat16"}, TypeError, "add_lora: dtype is 'bfloat16'"),
+            ({}, {"r": 4, "layers": 3}, ValueError, "add_lora: layers is 3; give some of"),
+            ({}, {"r": 4, "rslora": 1}, TypeError, "add_lora: rslora is 1; give True or False"),
+            ({}, {"r": 4, "freeze": "no"}, TypeError, "add_lora: freeze is 'no'; give True or False"),
             ({"recipe": "mxfp8"}, {"r": 4}, ValueError, "add_lora: recipe is 'mxfp8'"),
             ({"recompute": True}, {"r": 4}, ValueError, "add_lora: the module was made with recompute=True"),
         ],
@@ -593,6 +604,32 @@ class TestModules:
             mlp.unmerge_lora()
         with pytest.raises(ValueError, match="merge_lora: weights are in MXFP4"):
             mlp.merge_lora()
+
+    def test_matrices_may_be_computed(self) -> None:
+        mlp = module(dtype=F64)
+        lora = filled(mlp.add_lora(4))
+        plain = self.run(mlp)
+        parametrize.register_parametrization(lora, "a1", Halved())
+        halved = self.run(mlp)
+        assert not torch.equal(halved, plain)
+        with pytest.raises(RuntimeError, match="Lora.copy_: lora.a1 is no parameter but computed"):
+            lora.copy_(lora.adapter())
+        mlp.merge_lora()
+        torch.testing.assert_close(self.run(mlp), halved)
+
+    def test_computed_weights_are_not_merged_into(self) -> None:
+        mlp = module()
+        filled(mlp.add_lora(4))
+        parametrize.register_parametrization(mlp.fc2, "weight", Halved())
+        before = copy.deepcopy(mlp)
+        with pytest.raises(RuntimeError, match="merge_lora: fc2.weight is no parameter but computed"):
+            mlp.merge_lora()
+        assert not mlp.lora.is_merged and torch.equal(mlp.fc1.weight, before.fc1.weight)  # type: ignore[union-attr]
+        parametrize.remove_parametrizations(mlp.fc2, "weight")
+        mlp.merge_lora()
+        parametrize.register_parametrization(mlp.fc2, "weight", Halved())
+        with pytest.raises(RuntimeError, match="unmerge_lora: fc2.weight is no parameter but computed"):
+            mlp.unmerge_lora()
 
     def test_hooked_layers_are_refused(self) -> None:
         """Their forward would know nothing of adapters."""

@@ -509,13 +509,14 @@ class TestTransforms:
         return packed_grads(module)
 
     @LAYOUTS
-    def test_compiled(self, packed: bool) -> None:
+    @pytest.mark.parametrize("shape", [(TOKENS, HIDDEN), (2, TOKENS // 2, HIDDEN)], ids=["tokens", "sequences"])
+    def test_compiled(self, shape: tuple[int, ...], packed: bool) -> None:
         """One graph, and the routing comes out of it."""
         torch.compiler.reset()
         eager, compiled = made(packed=packed, **FULL), made(packed=packed, **FULL)
-        want = self.grads(eager, eager(batch()))
+        want = self.grads(eager, eager(batch().view(shape)))
         call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
-        got = self.grads(compiled, call(batch()))
+        got = self.grads(compiled, call(batch().view(shape)))
         for name, value in want.items():
             torch.testing.assert_close(got[name], value)
 

@@ -660,6 +660,63 @@ class TestRebasedModule:
             module.fc2.weight_scale += 1
             assert torch.equal(module(x, splits=[2, 2, 2]), 2 * before)
 
+    @pytest.mark.parametrize("way", ["replaced", "data", "data.copy_", "functional_call", "inference"])
+    def test_powers_of_rows_follow_every_write(self, way: str) -> None:
+        """The CPU's results do not depend on them, but kernels would multiply by stale ones."""
+
+        def made(factor: float) -> Any:
+            with torch.inference_mode(way == "inference"):
+                module = glulam.nn.GroupedMLP(2, 64, 64, recipe="mxfp4", dtype=BF16)
+                weights = {f"fc{i}.weight": torch.randn(2, 128 // i, 64) * factor for i in (1, 2)}
+                module.load_state_dict(weights)
+                return module
+
+        module, other = made(1.0), made(2.0**12)
+        before = module.fc1.experts("weight").row_scale.view(torch.uint8).clone()
+        new = {name: getattr(other.fc1, name) for name in ("weight", "weight_scale")}
+        for name, value in new.items():
+            if way == "replaced":
+                setattr(module.fc1, name, value)
+            elif way == "data":
+                getattr(module.fc1, name).data = value
+            elif way == "data.copy_":
+                getattr(module.fc1, name).data.copy_(value)
+            elif way == "inference":
+                with torch.inference_mode():
+                    getattr(module.fc1, name).copy_(value)
+        if way == "functional_call":
+            given = {f"fc1.{name}": value for name, value in new.items()}
+            torch.func.functional_call(module, given, (torch.randn(4, 64).to(BF16),), {"splits": [2, 2]})
+            now = module.fc1.weight_row_scale
+        else:
+            now = module.fc1.experts("weight").row_scale.view(torch.uint8)
+        assert torch.equal(now, other.fc1.weight_row_scale) and (now.int() - before.int()).min() > 8
+
+    def test_refreshed_weights_are_read_again(self) -> None:
+        layer = glulam.nn.GroupedMLP(2, 64, 64, recipe="mxfp4", dtype=BF16).fc1
+        layer.experts("weight")
+        wanted = layer.weight_row_scale.clone()
+        for refresh in (glulam.refresh_weights, lambda: glulam.refresh_weights(layer)):
+            layer.weight_row_scale.zero_()
+            layer.experts("weight")
+            assert not layer.weight_row_scale.any()
+            refresh()
+            layer.experts("weight")
+            assert torch.equal(layer.weight_row_scale, wanted)
+
+    def test_casts_and_traces_leave_them(self) -> None:
+        module = glulam.nn.GroupedMLP(2, 64, 64, recipe="mxfp4", dtype=BF16)
+        x, offs = torch.randn(4, 64).to(BF16), torch.tensor([2, 4]).int()
+        with torch.no_grad():
+            wanted = module(x, offs=offs)
+            assert torch.equal(module.type(torch.bfloat16)(x, offs=offs), wanted)
+            for strict in (True, False):
+                exported = torch.export.export(module, (x,), {"offs": offs}, strict=strict).module()
+                assert torch.equal(exported(x, offs=offs), wanted)
+        with FakeTensorMode():
+            made = glulam.nn.GroupedMLP(2, 64, 64, recipe="mxfp4", dtype=BF16)
+            assert made(torch.empty(4, 64, dtype=BF16), offs=torch.empty(2, dtype=torch.int32)).shape == (4, 64)
+
     def test_what_fp8_does_not_hold_is_refused_as_it_loads(self) -> None:
         module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4", dtype=BF16)
         state = module.state_dict()

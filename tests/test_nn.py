@@ -349,6 +349,25 @@ class TestMainGrad:
             else:
                 assert parameter.grad is not None, "biases go to autograd"
 
+    @pytest.mark.parametrize("delayed", [False, True])
+    def test_a_backward_for_other_gradients_writes_nothing(self, kind: str, packed: bool, delayed: bool) -> None:
+        plain, module = MODULES[kind](packed), MODULES[kind](packed, delay_wgrad=delayed)
+        attach_main_grads(module, F64, 0.0)
+        x = batch().requires_grad_()
+        bias = next(p for n, p in module.named_parameters() if "bias" in n)
+        for asked in (x, bias):
+            torch.autograd.grad(module(x, splits=SIZES).square().sum(), asked)
+            module(x, splits=SIZES).square().sum().backward(inputs=[asked])
+        assert not module.has_delayed()
+        assert not any(bool(value.any()) for value in packed_grads(module, "main_grad").values())
+        weights = [p for n, p in module.named_parameters() if "weight" in n]
+        module(x, splits=SIZES).square().sum().backward(inputs=weights)
+        plain(x, splits=SIZES).square().sum().backward()
+        if delayed:
+            module.backward_dw()
+        for name, value in packed_grads(module, "main_grad").items():
+            torch.testing.assert_close(value, packed_grads(plain)[name])
+
     def test_without_the_flag_there_is_no_dummy(self, kind: str, packed: bool) -> None:
         module = MODULES[kind](packed)
         attach_main_grads(module, F64, 0.0)
@@ -468,6 +487,28 @@ class TestDelay:
             torch.testing.assert_close(got[key] if "weight" in key else packed_grads(delayed)[key], want[key])
         with pytest.raises(RuntimeError, match="no weight gradient is pending"):
             delayed.backward_dw()
+
+    def test_each_backward_of_a_graph_is_pending(self, kind: str, packed: bool) -> None:
+        plain, delayed = MODULES[kind](packed), MODULES[kind](packed, delay_wgrad=True)
+        for module in (plain, delayed):
+            loss = module(batch(), splits=SIZES).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for _ in range(2):
+            delayed.backward_dw()
+        assert not delayed.has_delayed()
+        for name, value in packed_grads(delayed).items():
+            torch.testing.assert_close(value, packed_grads(plain)[name])
+
+    @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+    def test_gradients_have_their_own_dtype(self, kind: str, packed: bool) -> None:
+        delayed = MODULES[kind](packed, delay_wgrad=True, dtype=BF16)
+        weights = [p for n, p in delayed.named_parameters() if "weight" in n]
+        for weight in weights:
+            weight.grad_dtype = torch.float32
+        delayed(batch(BF16), splits=SIZES).sum().backward()
+        delayed.backward_dw()
+        assert all(weight.grad.dtype == torch.float32 for weight in weights)
 
     def test_copies_have_nothing_pending(self, kind: str, packed: bool) -> None:
         """Else they would write the gradients of the module that they are copies of."""

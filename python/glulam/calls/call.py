@@ -23,8 +23,9 @@ from ..host import experts, groups, invariance
 from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
 from . import sharding
-from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels
+from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels, spans_too_much
 from .launch import ResultTensor
+from .memory import check_dense
 from .planning import PlanMaker
 
 ENV_CHECK = "GLULAM_CHECK"
@@ -230,7 +231,7 @@ class Call(PlanMaker):
             plans: the plans in which to search.
         """
         rows = self.num_rows
-        if not 1 < rows < MAX_ROWS or checking():
+        if not 1 < rows < MAX_ROWS or spans_too_much(self.lead) or checking():
             return None
         found = plans.find_resizable(key, self.lead_sizes)
         return None if found is None else (changed(found[0], rows=rows), found[1])
@@ -341,6 +342,9 @@ class Call(PlanMaker):
 
     def dispatch(self) -> Any:
         """Compute the call by its torch operator, through torch's dispatcher, so that traces see one node."""
+        if not is_dynamo_compiling():
+            for label, tensor in self.tensors():
+                check_dense(self.op, label, tensor)
         return self.through_torch(self)
 
     def _check_group_sizes(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..host.groups import leading
-from .checks import check_same_device, check_tensor, mismatch, shape_text
+from .checks import MAX_ROWS, check_same_device, check_tensor, mismatch, shape_text
 
 SPLITS_DTYPES = (torch.int32, torch.int64)
 
@@ -64,6 +64,10 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
     rows = _check_numbers(op, name, rows, "an int32 tensor [T]", x, (torch.int32,), count, why)
     if rows.dim() != 1:
         raise ValueError(f"{op}: {name} has shape {shape_text(rows.shape)}; give [T]")
+    if isinstance(rows.shape[0], int) and rows.shape[0] >= MAX_ROWS:
+        raise ValueError(
+            f"{op}: {name} has {rows.shape[0]} indices; at most 2**26 - 1 are possible, so call once for each part"
+        )
     if rows.shape[0] and not x.shape[0]:
         raise ValueError(f"{op}: {name} has {rows.shape[0]} indices, but {of} has no row")
 

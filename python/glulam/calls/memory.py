@@ -67,6 +67,12 @@ def is_transformed(*tensors: Any) -> bool:
     return any(is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None for t in given)
 
 
+def check_dense(op: str, name: str, tensor: Tensor) -> None:
+    """Raise TypeError if a tensor is sparse or nested."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(f"{op}: {name} is {'nested' if tensor.is_nested else tensor.layout}; give a dense tensor")
+
+
 def check_plain(op: str, name: str, tensor: Tensor) -> None:
     """Check that a tensor's memory holds its values. Lazy values and torch.func transforms would be lost in a kernel.
 
@@ -89,8 +95,7 @@ def check_plain(op: str, name: str, tensor: Tensor) -> None:
             f"{op}: {name} has a tangent of forward-mode AD, which {op} does not support; use torch.autograd "
             f"(backward, grad), or give {name} without it, as torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise TypeError(f"{op}: {name} is {'nested' if tensor.is_nested else tensor.layout}; give a dense tensor")
+    check_dense(op, name, tensor)
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         lazy = "negation" if tensor.is_neg() else "conjugate" if tensor.is_conj() else "zero"
         remedy = {"negation": "resolve_neg", "conjugate": "resolve_conj"}.get(lazy, "clone")

@@ -15,7 +15,7 @@ from .. import recipes
 from ..calls.addressed import WIDTH_MULTIPLE
 from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor
 from ..formats.mxfp8 import MXFP8Tensor
-from ..layer.checks import MAX_ROWS
+from ..layer.checks import INT32_MAX
 from ..layer.routing import Routing
 from ..layer.rows import combine
 from ..names import Transport
@@ -122,8 +122,9 @@ class ExpertParallel:
             return f"dtype is {window.dtype}; kernels take {', '.join(map(str, KERNEL_DTYPES))}"
         if window.hidden_size % WIDTH_MULTIPLE:
             return f"hidden_size is {window.hidden_size}; kernels take multiples of {WIDTH_MULTIPLE}"
-        if window.max_tokens > MAX_TOKENS or window.rows * window.top_k > MAX_ROWS:
-            return f"max_tokens is {window.max_tokens}; {window.world} ranks may have {MAX_ROWS // window.top_k} in all"
+        if window.max_tokens > MAX_TOKENS or window.rows * window.top_k > INT32_MAX:
+            most = INT32_MAX // window.top_k
+            return f"max_tokens is {window.max_tokens}; {window.world} ranks may have {most} in all"
         return ""
 
     @torch.no_grad()

@@ -46,7 +46,8 @@ class _Kernels:
 
     def launch(self, name: str, **values: Any) -> None:
         function, pack = self._found[name]
-        function(*pack(**values, stream=gpus.raw_stream(self.index)))
+        with gpus.on(self.index):
+            function(*pack(**values, stream=gpus.raw_stream(self.index)))
 
 
 class Symmetric:
@@ -150,7 +151,11 @@ class Symmetric:
     def _follow(self) -> None:
         """Make the current stream wait for the stream of the previous operation."""
         device = self._state.device
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
+            return
+        with gpus.on(self.kernels.index):
+            capturing = gpus.is_capturing()
+        if not capturing:
             stream = torch.cuda.current_stream(device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)

@@ -165,9 +165,13 @@ class PreparedWeights:
 
     A weight is passed as `Parts`: data [E, N, K], or a list of E tensors [N, K], in 16 bits or float32; or data and
     scales in a quantised format. `form` is the layout (`Form`) in which kernels will read the weight.
+
+    Attributes:
+        refreshes: number of calls of `refresh_weights`.
     """
 
     def __init__(self) -> None:
+        self.refreshes = 0
         self._weights: dict[tuple[int, ...], _Weight] = {}
         self._kept_for_graphs: list[Parts] = []
         self._lock = threading.Lock()
@@ -249,7 +253,7 @@ class PreparedWeights:
             is_sampled = not in_training and not tensors[0].is_meta and all(map(Tensor.is_contiguous, tensors))
             return prepare(form, parts, report=not trained), sample_of(tensors) if is_sampled else None
 
-        prepared, sample = gpus.on_own_thread(make)
+        prepared, sample = gpus.on_own_thread(make, tensors[0].device)
         weight.entries[form] = _Entry(tensors, prepared, weight.trains, sample=sample)
         return prepared
 
@@ -301,6 +305,7 @@ def refresh_weights(*weights: Any) -> None:
     Raises:
         TypeError: an argument is something else.
     """
+    PREPARED.refreshes += 1
     if not weights:
         PREPARED.clear()
     for weight in weights:
@@ -340,6 +345,36 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
         step = max(1, len(bits) // each) | 1  # odd, so that it goes through all columns
         parts.append(bits[::step])
     return torch.cat([part.to(torch.int32) for part in parts] if len({p.dtype for p in parts}) > 1 else parts)
+
+
+class Snapshot:
+    """What identifies one version of some tensors, from which a module computed something that it keeps.
+
+    A write is detected as by `PreparedWeights`: by the tensors themselves, their addresses and version counters, a
+    sample of their elements where that is compared (`_is_compared`), and calls of `refresh_weights`.
+    """
+
+    __slots__ = ("addresses", "refreshes", "sample", "tensors", "versions")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.refreshes = list(tensors), PREPARED.refreshes
+        self.addresses = _addresses(tensors)
+        self.versions = [_version(tensor) for tensor in tensors]
+        self.sample = sample_of(tensors) if None not in self.addresses and _is_compared(tensors) else None
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if these are the same tensors, and nothing was written to them since."""
+        if any(now is not before for now, before in zip(tensors, self.tensors, strict=True)):
+            return False
+        now = _addresses(tensors), [_version(tensor) for tensor in tensors], PREPARED.refreshes
+        if now != (self.addresses, self.versions, self.refreshes):
+            return False
+        return self.sample is None or _is_capturing(tensors) or torch.equal(self.sample, sample_of(tensors))
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return the tensors' addresses; None for a tensor that is no plain one, such as a DTensor."""
+    return [tensor.data_ptr() if type(tensor) in gpus.PLAIN_TENSORS else None for tensor in tensors]
 
 
 @torch.no_grad()

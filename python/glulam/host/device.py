@@ -84,16 +84,16 @@ def capture_id() -> Any:
 Result = TypeVar("Result")
 
 
-def on_own_thread(make: Callable[[], Result]) -> Result:
-    """Call make() on a new thread, with the current device and stream, and return its result.
+def on_own_thread(make: Callable[[], Result], device: torch.device) -> Result:
+    """Call make() on a new thread, where `device` and its current stream are current, and return its result.
 
     Use this to allocate memory that outlives the call. While a memory pool of torch is in use, it takes everything that
     its thread allocates; a new thread is outside of the pool. Pools are in use under `torch.cuda.use_mem_pool`, and in
     compiled functions that warm up for CUDA graphs, which raise an error if memory in their pool outlives a call.
     """
-    if not torch.cuda.is_initialized():
+    if device.type != KERNEL_DEVICE or not torch.cuda.is_initialized():
         return make()
-    stream = torch.cuda.current_stream()
+    stream = torch.cuda.current_stream(device)
 
     def made() -> Result:
         with torch.cuda.stream(stream):
@@ -101,6 +101,11 @@ def on_own_thread(make: Callable[[], Result]) -> Result:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(made).result()
+
+
+def on(index: int) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current device, as a launch needs it."""
+    return nullcontext() if has_single_gpu() or current() == index else torch.cuda.device(index)
 
 
 def other_stream(device: torch.device) -> AbstractContextManager[Any]:

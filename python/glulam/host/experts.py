@@ -34,7 +34,9 @@ UNIT_BYTES = 16  # weight offsets count 16-byte units: experts are 16-byte align
 Biases = Tensor | Sequence[Tensor] | None
 
 _data_ptr = Tensor.data_ptr
-_tables: dict[tuple[str, tuple[int, ...]], Table] = {}
+Key = tuple[str, int, tuple[int, ...]]
+"""Of a table: "weight", "bias" or "gradient"; the GPU's index; the tensors' addresses."""
+_tables: dict[Key, Table] = {}
 _lock = threading.Lock()
 _kept_for_graphs: dict[int, tuple[Any, ...]] = {}
 
@@ -219,7 +221,7 @@ def with_kept_table(kind: str, tensors: Sequence[Tensor]) -> Any:
     first = tensors[0]
     if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
         return tensors
-    table = _tables.get((kind, tuple(map(_data_ptr, tensors))))
+    table = _tables.get(_key(kind, tensors))
     checked = None if table is None else table.checked
     if table is None or checked is None or not checked.fits(first):
         return tensors
@@ -239,30 +241,32 @@ def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
     Raises:
         CaptureError: a table must be made under graph capture, and pinned memory cannot be allocated there.
     """
-    table = _table(kind, tuple(map(_data_ptr, tensors)), tensors[0].device)
+    table = _table(_key(kind, tensors), tensors[0].device)
     return ExpertList(kind, tensors, table, table.note(tensors))
 
 
-def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
-    """Return the table of these addresses, kept from an earlier call or made now, ready for the current stream.
+def _key(kind: str, tensors: Sequence[Tensor]) -> Key:
+    return kind, tensors[0].get_device(), tuple(map(_data_ptr, tensors))
 
-    kind: "weight", "bias" or "gradient".
-    """
-    if table := _tables.get((kind, addresses)):
+
+def _table(key: Key, device: torch.device) -> Table:
+    """Return the table of these addresses, kept from an earlier call or made now, ready for the current stream."""
+    if table := _tables.get(key):
         table.use()
         return table
+    kind, _, addresses = key
     base, unit = (0, 1) if kind == "bias" else (min(addresses), UNIT_BYTES)
     values = [(address - base) // unit for address in addresses]
     if gpus.is_capturing():
         return _captured_table(values, device)
     # A blocking copy: once it is done, streams other than this one may read the table too.
-    made = Table(gpus.on_own_thread(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device)))
+    made = Table(gpus.on_own_thread(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device), device))
     with _lock:
-        table = _tables.get((kind, addresses))  # another thread may have been faster
+        table = _tables.get(key)  # another thread may have been faster
         if table is None:
             while len(_tables) >= MAX_TABLES:
                 del _tables[next(iter(_tables))]
-            table = _tables[kind, addresses] = made
+            table = _tables[key] = made
     table.use()
     return table
 

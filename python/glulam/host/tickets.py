@@ -118,14 +118,14 @@ def prepare(device: torch.device, index: int) -> None:
 
     with _lock:
         if index not in _of_graphs:
-            _of_graphs[index] = gpus.on_own_thread(make)
+            _of_graphs[index] = gpus.on_own_thread(make, device)
 
 
 def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
     """Allocate counters for this thread's calls on a stream outside of captures; return (address, memory)."""
     prepare(device, index)
     make_room(_kept.eager, index)
-    memory = gpus.on_own_thread(lambda: new_counters(device))
+    memory = gpus.on_own_thread(lambda: new_counters(device), device)
     found = _kept.eager[index, stream] = memory.data_ptr(), memory
     return found
 

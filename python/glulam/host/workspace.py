@@ -194,6 +194,6 @@ def _buffer(layout: MatrixLayout | MatrixLayouts, stream: int) -> Tensor:
     del buffer  # before the larger buffer is allocated, so that its memory can be reused
     make_room(buffers, layout.index)
     size = -(-layout.num_bytes // GRANULE) * GRANULE
-    fresh = gpus.on_own_thread(lambda: torch.empty(size, dtype=torch.uint8, device=layout.device))
+    fresh = gpus.on_own_thread(lambda: torch.empty(size, dtype=torch.uint8, device=layout.device), layout.device)
     buffers[key] = fresh
     return fresh

@@ -14,7 +14,7 @@ from ..calls.addressed import forms
 from ..calls.checks import check_plain, check_tensor, mismatch, runs_kernels, shape_text
 from ..names import Score
 
-MAX_ROWS = 2**31 - 1
+INT32_MAX = 2**31 - 1
 SCORES: tuple[Score, ...] = get_args(Score)
 MAX_K = 32
 """Most experts that a token may choose: kernels have a warp for each token, and a lane for each choice."""
@@ -115,7 +115,7 @@ def check_world(op: str, name: str, world_experts: Any, num_experts: int) -> Non
     Raises:
         ValueError, TypeError: it is not.
     """
-    _number(op, name, world_experts, num_experts, MAX_ROWS, f"{num_experts} experts are here")
+    _number(op, name, world_experts, num_experts, INT32_MAX, f"{num_experts} experts are here")
 
 
 def check_choices(op: str, ids: Any, weights: Any, expert_map: Any, num_experts: Any, first: Any) -> None:
@@ -126,9 +126,9 @@ def check_choices(op: str, ids: Any, weights: Any, expert_map: Any, num_experts:
     if check_matrix(op, "weights", weights, "N, K", ids, valid) != shape:
         mismatch(op, "weights", weights.shape, shape, "each id has a weight")
     _number(op, "num_experts", num_experts, 1, MAX_EXPERTS, COUNTED)
-    _number(op, "first", first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
-    if ids.numel() > MAX_ROWS:
-        raise ValueError(f"{op}: {ids.numel()} choices are more than {MAX_ROWS} rows; split the batch")
+    _number(op, "first", first, 0, INT32_MAX - MAX_EXPERTS, "it is the id of an expert")
+    if ids.numel() > INT32_MAX:
+        raise ValueError(f"{op}: {ids.numel()} choices are more than {INT32_MAX} rows; split the batch")
     if expert_map is not None:
         _check_map(op, expert_map, ids)
         if first:

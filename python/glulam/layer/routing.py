@@ -21,7 +21,7 @@ from ..host.plans import Plans
 from ..names import Score
 from . import reference
 from .checks import (
-    MAX_ROWS,
+    INT32_MAX,
     check_choices,
     check_matrix,
     check_rule,
@@ -264,9 +264,9 @@ class RouteCall(_Choosing):
         tokens, experts = self.sizes
         options = self.score, self.normalize, self.num_groups, self.top_groups, self.scale
         check_rule(self.op, experts, self.k, *options, of="logits has ")
-        if tokens * self.k > MAX_ROWS:
+        if tokens * self.k > INT32_MAX:
             raise ValueError(
-                f"{self.op}: {tokens} tokens of {self.k} experts are more than {MAX_ROWS} rows; split the batch"
+                f"{self.op}: {tokens} tokens of {self.k} experts are more than {INT32_MAX} rows; split the batch"
             )
         of_bias = (torch.float32,) if runs_kernels(self.lead) else (torch.float32, self.logits_dtype)
         self._check_vector("bias", (experts,), of_bias, "there are E experts")

@@ -92,7 +92,11 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
         []: the layer has no such parameter.
         """
-        return [held(self, self._parameters, label) for label in self._labels[name]]
+        return [held(self, self._parameters, label) for label in self.labels(name)]
+
+    def labels(self, name: str) -> list[str]:
+        """Return the names of the parameters called `name`, "weight" or "bias": one if packed, else one per expert."""
+        return self._labels[name]
 
     def experts(self, name: str) -> Any:
         """Return the weight or bias (`name`) as operators take it: the packed tensor, or a list of one per expert.

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from ..calls.checks import check_number, mismatch
+from ..calls.checks import check_flag, check_number, mismatch
 from ..expert_lora import ExpertLora
 from ..lora.mlp import recipe_with_lora
-from .options import check_options
+from .options import check_options, held
 from .quantized_linear import QuantizedLinear
 
 NAME = "add_lora"
@@ -57,14 +57,18 @@ class Lora(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise like PEFT: a1 and a2 uniform within +-1 / sqrt(columns), b1 and b2 0, so results do not change."""
         for a, b in LAYERS.values():
-            if (matrix := self._parameters[a]) is not None:
+            if (matrix := self._matrix(a)) is not None:
                 nn.init.kaiming_uniform_(matrix.view(-1, matrix.shape[2]), a=math.sqrt(5))
-                nn.init.zeros_(self._parameters[b])  # type: ignore[arg-type]
+                nn.init.zeros_(self._matrix(b))
 
     def adapter(self) -> ExpertLora:
         """Return the parameters as an ExpertLora, for operators' argument `lora`, or for `ExpertLora.to_peft`."""
-        named = self._parameters
-        return ExpertLora(named["a1"], named["b1"], named["a2"], named["b2"], self.scale)
+        a1, b1, a2, b2 = map(self._matrix, ("a1", "b1", "a2", "b2"))
+        return ExpertLora(a1, b1, a2, b2, self.scale)
+
+    def _matrix(self, name: str) -> Any:
+        """Return a matrix; None: its layer has no adapter."""
+        return held(self, self._parameters, name)
 
     @torch.no_grad()
     def copy_(self, adapter: ExpertLora) -> Lora:
@@ -75,7 +79,9 @@ class Lora(nn.Module):
 
         Raises:
             ValueError: the adapter has other matrices than this module, or matrices of other shapes.
+            RuntimeError: a matrix of this module is no parameter, but computed by a parametrization.
         """
+        refuse_computed("Lora.copy_", "lora", self, [name for pair in LAYERS.values() for name in pair])
         own, given = self.adapter().given(), adapter.given()
         if own.keys() != given.keys():
             raise ValueError(f"Lora.copy_: adapter has {', '.join(given)}; give {', '.join(own)}")
@@ -95,14 +101,16 @@ class Lora(nn.Module):
             layers: the layers, by the names "fc1" and "fc2".
             keep: True: store copies of the previous weights, for `take_out_of`.
         """
-        named = self._parameters
-        adapted = {name: pair for name, pair in LAYERS.items() if named[pair[0]] is not None}
+        adapted = {name: pair for name, pair in LAYERS.items() if self._matrix(pair[0]) is not None}
+        for name in adapted:
+            refuse_computed("merge_lora", name, layers[name], layers[name].labels("weight"))
         weights = {name: layers[name].parameter_list("weight") for name in adapted}
         copies = (
             {name: [weight.detach().clone() for weight in each] for name, each in weights.items()} if keep else None
         )
         for name, (a, b) in adapted.items():
-            for weight, narrow, wide in zip(layers[name].experts("weight"), named[a], named[b], strict=True):  # type: ignore[arg-type]
+            matrices = self._matrix(a), self._matrix(b)
+            for weight, narrow, wide in zip(layers[name].experts("weight"), *matrices, strict=True):
                 exact = torch.promote_types(weight.dtype, torch.float32)
                 weight.copy_(torch.addmm(weight.to(exact), wide.to(exact), narrow.to(exact), alpha=self.scale))
         self._before, self.is_merged = copies or None, True
@@ -112,15 +120,34 @@ class Lora(nn.Module):
         """Restore the layers' weights from before `merge_into`. Raises RuntimeError if no copies were stored."""
         if self._before is None:
             raise RuntimeError("unmerge_lora: merge_lora was called with keep=False, so the weights before are lost")
+        for name in self._before:
+            refuse_computed("unmerge_lora", name, layers[name], layers[name].labels("weight"))
         for name, before in self._before.items():
             for weight, kept in zip(layers[name].parameter_list("weight"), before, strict=True):
                 weight.copy_(kept)
         self._before, self.is_merged = None, False
 
     def extra_repr(self) -> str:
-        layers = [layer for layer, (a, _) in LAYERS.items() if self._parameters[a] is not None]
+        layers = [layer for layer, (a, _) in LAYERS.items() if self._matrix(a) is not None]
         merged = ", merged" if self.is_merged else ""
         return f"r={self.r}, scale={self.scale}, layers={layers}{merged}"
+
+
+def refuse_computed(op: str, where: str, module: nn.Module, names: Collection[str]) -> None:
+    """Raise RuntimeError if a tensor is computed from others, so that what is written to it would be lost.
+
+    Args:
+        op, where: the caller, and the module's name, for the error.
+        module: the module that has the tensors.
+        names: the tensors' names.
+    """
+    for name in names:
+        if name not in module._parameters:
+            raise RuntimeError(
+                f"{op}: {where}.{name} is no parameter but computed from others, so {op} cannot change it; first call "
+                "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove, or for FSDP1 enter "
+                "FullyShardedDataParallel.summon_full_params"
+            )
 
 
 class TakesLora(nn.Module):
@@ -161,11 +188,17 @@ class TakesLora(nn.Module):
         recipe_with_lora(NAME, options["recipe"])
         if options["recompute"]:
             raise ValueError(f"{NAME}: the module was made with recompute=True, which adapters do not go with")
-        names = set(layers)
-        if isinstance(layers, str) or not names or not names <= LAYERS.keys():
+        check_flag(NAME, "rslora", rslora)
+        check_flag(NAME, "freeze", freeze)
+        names = set(layers) if isinstance(layers, Collection) and not isinstance(layers, str) else set()
+        if not names or not names <= LAYERS.keys():
             raise ValueError(f"{NAME}: layers is {layers!r}; give some of {tuple(LAYERS)}")
         if alpha is not None:
             check_number(NAME, "alpha", alpha)
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise TypeError(f"{NAME}: dtype is {dtype!r}; give bfloat16, float16 or float32")
         linear: dict[str, Any] = self._modules
         first = linear["fc1"]
         placed = next(self.parameters(), None)
@@ -174,7 +207,6 @@ class TakesLora(nn.Module):
         dtype = dtype or (torch.bfloat16 if placed is None else placed.dtype)
         made = Lora(first.num_experts, r, 1.0, sizes, where.device, dtype)
         made.scale = (r if alpha is None else alpha) / (math.sqrt(r) if rslora else r)
-        made.adapter()  # refuses an invalid dtype
         if freeze:
             self.requires_grad_(False)
         self.lora = made
@@ -201,7 +233,8 @@ class TakesLora(nn.Module):
                 adapters would not restore the bits.
 
         Raises:
-            RuntimeError: there are no adapters, or they are merged already.
+            RuntimeError: there are no adapters, or they are merged already; or a weight is no parameter, but computed
+                from others (a parametrization, pruning, FSDP1).
             ValueError: weights are quantised.
         """
         lora, linear = self._adapters("merge_lora"), self._modules
@@ -219,7 +252,8 @@ class TakesLora(nn.Module):
         """Restore the exact weights from before `merge_lora`; calls apply the adapters again.
 
         Raises:
-            RuntimeError: nothing is merged, or no copies were stored.
+            RuntimeError: nothing is merged, or no copies were stored, or a weight is no parameter, but computed from
+                others.
         """
         lora = self._adapters("unmerge_lora")
         if not lora.is_merged:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.checks import check_number, mismatch, runs_kernels, shape_text
+from ..calls.memory import check_dense
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.invariance import is_on
 from ..layer import Routing, combine, moe, permute, route
@@ -175,7 +176,7 @@ class MoE(Converts):
         y, routing = self._alone(x, num_tokens) if self.parallel is None else self._among_ranks(x, num_tokens)
         if x.dim() != 2:
             # FSDP2 hangs its hook of backward on this result; a later write to a view would drop the hook.
-            y = y.view(x.shape) if y.grad_fn is None else torch.ops.aten._unsafe_view.default(y, x.shape)
+            y = torch.ops.aten._unsafe_view.default(y, x.shape) if y.requires_grad else y.view(x.shape)
         self._keep(routing, y)
         return y
 
@@ -199,7 +200,13 @@ class MoE(Converts):
         return y, routing
 
     def _tokens(self, x: Any) -> Tensor:
-        """Return x as a contiguous matrix [N, H]. Raises ValueError if x is no tensor of this width."""
+        """Return x as a contiguous matrix [N, H].
+
+        Raises:
+            ValueError: x is no tensor of this width. TypeError: it is sparse or nested.
+        """
+        if isinstance(x, Tensor):
+            check_dense(NAME, "x", x)
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
             shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
@@ -310,7 +317,8 @@ class MoE(Converts):
         return called(f"{NAME}: shared_gate", gate, tokens, tokens.dtype, 1)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest pending backward left out, of routed and shared experts.
+        """Compute the weight gradients that the oldest pending backward of a forward left out, of routed and shared
+        experts.
 
         Only for a module made with delay_wgrad=True.
 

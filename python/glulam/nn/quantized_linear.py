@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.formats import WORD_ELEMENTS
@@ -25,6 +26,7 @@ from ..formats.mxfp4.rebase import row_scales, words_of_bytes
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.mxfp8.reference import E4M3_MAX
 from ..formats.nvfp4.form import Nvfp4
+from ..formats.prepared import Snapshot
 from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts, Scaled, bytes_of_floats
 from ..formats.words import WORD_DTYPE, bytes_of, words_of
 from ..host.device import PLAIN_TENSORS
@@ -204,7 +206,7 @@ class QuantizedLinear(GroupedLinear):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         """Apply fn as Module._apply does (.to, .cuda, .half), but keep the weight buffers' dtypes through casts."""
         self.forget()
-        before = {name: getattr(self, name) for name in self.weight_names}
+        before = {name: getattr(self, name) for name in (*self.weight_names, *self.derived_names)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             if (now := getattr(self, name)).dtype != buffer.dtype:
@@ -258,13 +260,13 @@ class RebasedLinear(MXFP4Linear):
 
     `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four in a word. The additional buffer `weight_row_scale`,
     uint8 [E, N], holds a power of two for each weight row as an E8M0 byte (see `formats.mxfp4.rebase`). It is computed
-    when the weight loads, and again in an eager forward if the version counters show that `weight` or `weight_scale`
-    was written. The computation raises FoldError under the conditions of `prepare_mxfp4_weight`.
+    when the weight loads, and again in an eager forward if `weight` or `weight_scale` was replaced or written
+    (`formats.prepared.Snapshot`). The computation raises FoldError under the conditions of `prepare_mxfp4_weight`.
     """
 
     derived_names = ("weight_row_scale",)
     weight_row_scale: Tensor
-    _versions: tuple[int, ...] = ()
+    _computed_from: Snapshot | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -280,21 +282,31 @@ class RebasedLinear(MXFP4Linear):
         self.rebase()
 
     def experts(self, name: str) -> Any:
-        if name == "weight" and not is_dynamo_compiling() and self._versions != self._versions_now():
-            self.rebase()
+        if name == "weight" and not is_dynamo_compiling():
+            parts, known = self._sources(), self._computed_from
+            if (known is None or not known.is_of(parts)) and not is_fake(parts[0]):
+                self.rebase()
         return super().experts(name)
 
     def rebase(self) -> None:
-        """Recompute `weight_row_scale` from the other buffers, and store their version counters for `experts`."""
+        """Recompute `weight_row_scale` from the other buffers, and note their versions for `experts`."""
         self.forget()
-        if not self.weight.is_meta:
-            rows = row_scales(self.weight, self.weight_scale, type(self).__name__)
-            self.weight_row_scale = rows.to(self.weight.device)
-        self._versions = self._versions_now()
+        parts = self._sources()
+        if not parts[0].is_meta and not is_fake(parts[0]):
+            data, scale = parts
+            self.weight_row_scale = row_scales(data, scale, type(self).__name__).to(data.device)
+        self.__dict__["_computed_from"] = Snapshot(parts)
 
-    def _versions_now(self) -> tuple[int, ...]:
-        parts = [getattr(self, name) for name in self.weight_names]
-        return tuple(0 if part.is_inference() else part._version for part in parts)
+    def _sources(self) -> list[Tensor]:
+        """Return the buffers from which `weight_row_scale` is computed."""
+        return [held(self, self._buffers, name) for name in self.weight_names]
+
+    def forget(self) -> None:
+        super().forget()
+        self.__dict__["_computed_from"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_computed_from": None}
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
         return words_of_bytes(part) if name == "weight" else bytes_of_floats(part)

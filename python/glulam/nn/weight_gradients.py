@@ -7,7 +7,8 @@ The main_grad protocol of Megatron-style trainers works with attributes of the w
     no gradient. If the attribute `overwrite_main_grad` is true, the kernel overwrites `main_grad` instead.
   * `grad_added_to_main_grad`, if the trainer has set it: autograd gets a dummy gradient, so that hooks on `grad` run.
     The dummy is zeros if the attribute `zero_out_wgrad` is true, else uninitialised.
-Individually frozen experts get no gradient, and need no main_grad.
+Individually frozen experts get no gradient, and need no main_grad. A backward that is asked for other gradients alone,
+as torch.autograd.grad(y, x) is, writes nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_exporting
 
 from ..backward import Targets, differentiate
@@ -46,7 +48,7 @@ class DelaysWeightGradients(nn.Module):
     def __init__(self, delay_wgrad: bool) -> None:
         super().__init__()
         self.delay_wgrad = delay_wgrad
-        self._pending: deque[list[Job]] = deque()  # a list for each backward pass that left jobs, in order
+        self._pending: deque[list[Job]] = deque()  # for each forward, a list for each backward that left jobs, in order
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without pending jobs, since jobs write the gradients of the original module."""
@@ -55,9 +57,13 @@ class DelaysWeightGradients(nn.Module):
     def new_pass(self) -> Put:
         """Return a function, for one forward, with which the backward of this forward stores jobs for `backward_dw`."""
         jobs: list[Job] = []
+        backward = None
 
         def put(job: Job) -> None:
-            if not jobs:
+            nonlocal jobs, backward
+            running = torch._C._current_graph_task_id()
+            if not jobs or running != backward:
+                jobs, backward = [], running
                 self._pending.append(jobs)
             jobs.append(job)
 
@@ -68,7 +74,7 @@ class DelaysWeightGradients(nn.Module):
         return len(self._pending) > 0
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest pending backward pass left out, into main_grad or grad.
+        """Compute the weight gradients that the oldest pending backward of a forward left out, into main_grad or grad.
 
         Raises:
             RuntimeError: nothing is pending, or the module was made without delay_wgrad.
@@ -177,6 +183,8 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
     write = _write_main_grads if into_main else _write_grads
 
     def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
+        if not any(map(_is_asked_for, experts.trained_weights())):
+            return None
         job = functools.partial(write, experts, dy, x, groups)
         if put is None:
             job()
@@ -185,6 +193,15 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
         return _dummies(experts) if into_main else None
 
     return make
+
+
+def _is_asked_for(weight: Tensor) -> bool:
+    """Return True if the backward that is running shall compute this weight's gradient."""
+    try:
+        asked: bool = torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:  # the gradient is asked for by name
+        return True
+    return asked
 
 
 def has_main_grads(experts: Experts, x: Tensor) -> bool:
@@ -253,6 +270,7 @@ def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]
     dw = grouped_wgrad(dy, x, **groups)
     made = [dw] if experts.packed else itertools.compress(dw, is_trained)
     for weight, grad in zip(trained, made, strict=True):
+        grad = grad.to(getattr(weight, "grad_dtype", None) or grad.dtype)
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
@@ -316,7 +334,7 @@ def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 @functools.lru_cache(1024)  # each layer may train different experts
 def _made(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return gpus.on_own_thread(lambda: torch.tensor(values, dtype=dtype, device=device))
+    return gpus.on_own_thread(lambda: torch.tensor(values, dtype=dtype, device=device), device)
 
 
 def _dummies(experts: Experts) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def _by_kernel(w: Tensor, out: MXFP4Tensor) -> None:
     spec = QuantizeMxfp4Spec(dtype_name(w.dtype), gpus.gpu(index).arch)
     quantize, pack = kernels.find(spec).function, signature_of(spec).pack
     experts, data, scale = _experts(w, out)
-    with contextlib.nullcontext() if gpus.has_single_gpu() else torch.cuda.device(index):
+    with gpus.on(index):
         for piece in readable([experts]):
             those = slice(first, first + len(piece))
             first = those.stop

@@ -10,7 +10,6 @@ numbers of a FoldReport, for weights on a GPU too.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -305,7 +304,7 @@ def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
             "recipe='mxfp8_weight_only', 'mxfp8_exact' or 'bf16'"
         )
     fold, pack = kernels.find(spec).function, signature_of(spec).pack
-    with contextlib.nullcontext() if gpus.has_single_gpu() else torch.cuda.device(index):
+    with gpus.on(index):
         for w in readable(pieces):
             experts = slice(first, first + len(w))
             data, scale, first = out.data[experts], out.scale[experts], experts.stop
