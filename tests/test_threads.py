@@ -110,9 +110,9 @@ def test_threads_that_miss_a_list_together(fake_gpu: FakeGpu, monkeypatch: pytes
     weights = lists(1)
     wanted, both, make = packed(weights), threading.Barrier(2, timeout=30), experts.gpus.on_own_thread
 
-    def together(made: Callable[[], Any]) -> Any:
+    def together(made: Callable[[], Any], device: torch.device) -> Any:
         both.wait()
-        return make(made)
+        return make(made, device)
 
     monkeypatch.setattr(experts.gpus, "on_own_thread", together)
     with ThreadPoolExecutor(2) as threads:

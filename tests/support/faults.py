@@ -101,7 +101,7 @@ class Launches:
 def inline() -> Iterator[None]:
     """Context in which kept memory is allocated on the calling thread, so that `Memory` counts it, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "on_own_thread", lambda make: make())
+        patch.setattr(device, "on_own_thread", lambda make, device: make())
         yield
 
 
