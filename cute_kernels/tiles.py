@@ -97,7 +97,7 @@ class TileConfig:
 
     Attributes:
         m: rows of x in a tile, a multiple of the slab of 64 unless swapped or by warps.
-        n: weight rows in a tile, the columns of one wgmma unless swapped; the epilogue stores them in chunks.
+        n: weight rows in a tile, the columns of its MMAs unless swapped; the epilogue stores them in chunks.
         k: depth of a tile, the elements of one 128-byte swizzle row of an operand.
         cluster_m, cluster_n: CTAs of a cluster, which share weight tiles (cluster_m) or row tiles (cluster_n) by
             multicast.
@@ -177,7 +177,7 @@ class TileConfig:
 
     @property
     def mma_n(self) -> int:
-        """Columns of one wgmma: m rows of x if the schedule is swapped, else n weight rows."""
+        """Columns of the tile in the MMA: m rows of x if the schedule is swapped, else n weight rows."""
         return self.m if self.swapped else self.n
 
     @property

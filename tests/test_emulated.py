@@ -18,6 +18,7 @@ from emulator.emulated_gpu import EmulatedGpu, installed
 from emulator.faults import Fault
 from emulator.launch import Emulator, ptx_of
 from support import fake_mxfp8
+from support.criterion import assert_close
 from support.gradients import check_gradients, leaves, transposed_back, transposed_leaves
 from support.inputs import gradient, make_case
 from support.rank_layers import BF16, assert_like_one, cast, inputs, layers, ranks_of, weights_of
@@ -28,12 +29,14 @@ from cute_kernels.architectures import capability
 from cute_kernels.dtypes import WIDE_DTYPES
 from cute_kernels.layer.kernels import RANK_KERNELS
 from cute_kernels.specs import LayerSpec, QuantizeMxfp8Spec, Spec
+from cute_kernels.tiles import TileConfig
 from ffi_bridge import profiles
 from glulam.choose import kernels
 from glulam.choose.problem import Problem
-from glulam.choose.shipped import shipped_choice
+from glulam.choose.shipped import shipped_choice, spec_on
 from glulam.host.experts import GateUp
 from glulam.layer.choices import moe_of_choices
+from glulam.validate import child
 from glulam.validate.catalogue import trials_of
 from glulam.validate.inputs import Size
 
@@ -225,6 +228,25 @@ def test_tiles_that_do_not_ship(op: str) -> None:
     """Groups of several tiles: none may write what is another's."""
     with installed("sm_90", check_races=True) as gpu:
         assert validated.try_function(gpu, _untold(op), most=1).trials == 1
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_a_backward_by_index_on_every_height(rows: int) -> None:
+    """Of tiles of 64 rows none ships. Two warps gather rows, one fewer than the other."""
+    generator = torch.Generator().manual_seed(rows)
+    dy, h, w2 = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((50, 136), (110, 144), (3, 136, 72)))
+    offs, rows_of_dy = torch.tensor([70, 70, 110]).int(), torch.randint(0, 50, (110,), generator=generator).int()
+    call = {"offs": offs, "rows": rows_of_dy}
+    exact = glulam.grouped_dglu(dy.double(), w2.double(), h.double(), **call)
+    wanted = glulam.grouped_dglu(dy, w2, h, **call)
+    with installed("sm_90a", check_races=True) as gpu:
+        problem = Problem("grouped_dglu", "bfloat16", 110, 3, 136, intermediate=72, activation="swiglu", gathers=True)
+        spec = spec_on(problem, "sm_90a", TileConfig(rows, 128, 64))
+        child.prefer(spec)
+        made = glulam.grouped_dglu(dy, w2, h, **call)
+        assert gpu.fake.specs == [spec]
+    for results in zip(made[:2], exact[:2], wanted[:2], strict=True):
+        assert_close(*results, rows=110)
 
 
 @pytest.mark.parametrize("tokens", [9, 520], ids=["one launch", "two launches"])

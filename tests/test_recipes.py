@@ -281,6 +281,8 @@ class TestHostPath:
                 tile = TINY_W8
             assert isinstance(told.spec, GroupedMlpSpec) and {told.spec.fc1.tile, told.spec.fc2.tile} == {tile}
             assert told.why.endswith(tile.name)
+            of_tiny = f"{TINY_W8.name}: for at most 11 rows an expert and more than 396 slabs of weights"
+            assert (of_tiny in told.why_not) == (tile in SPLIT_W8)
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
         told = glulam.explain("grouped_mlp", (68, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")

@@ -50,7 +50,7 @@ MAGNITUDES = 0x77777777
 FIRST_SIGNS, LAST_SIGNS = 0xD9C8, 0xFBEA
 
 
-class BlockScales(NamedTuple):
+class ScaleAddresses(NamedTuple):
     """Scale bytes (E8M0) of weights. Each block of 32 elements has one, and each row has one.
 
     Attributes:
@@ -94,7 +94,7 @@ class RowsInFp8(Invariant):
             else each element has one.
     """
 
-    def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
+    def __init__(self, scales: ScaleAddresses, parts: int, part_n: int, ahead: int):
         self.scales = scales
         self.part_n = part_n
         self.ahead = ahead

@@ -1,5 +1,5 @@
-"""The interface of slots: buffers of 64 rows of 128 bytes in shared memory, through which epilogues store their
-results.
+"""The interface of slots: buffers in shared memory through which epilogues store their results. A slot has up to 64
+rows of up to 128 bytes.
 
 Each architecture has its own slots and stores. A *store* is an object that stands for an output tensor. It has an
 `atom` (the TMA copy; None without TMA) and a method `tile(work, row, column, half, cols)`, which returns the place in
@@ -45,8 +45,8 @@ def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 class Slots(Invariant):
-    """A warpgroup's slots: buffers of 64 rows of 128 bytes in shared memory. Registers that are passed as `values` must
-    be in the order of accumulators (fragments.py).
+    """A warpgroup's slots: buffers in shared memory. Registers that are passed as `values` must be in the order of
+    accumulators (fragments.py).
 
     A slot is free until it is filled from registers. `publish` makes a filled slot visible to the warp that stores it.
     This warp calls `start`, which starts the store to global memory. Once the store has read the slot, the slot is free

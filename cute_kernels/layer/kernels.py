@@ -26,7 +26,8 @@ Further arguments of send_tokens and send_sums:
     sum_rows, weight_places     tables for sending results back (`ranks.send_tokens.Table`)
     status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a
                                 byte for 32 elements
-    is_summed                   1: y is [N, H], each token's rows already added; 0: y has rows, and row_of says whose
+    is_summed                   1: y is [world, most, H], a rank's rows of each token already added; 0: y has rows, and
+                            row_of [world, most, k] says whose
 """
 
 from __future__ import annotations

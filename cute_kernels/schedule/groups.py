@@ -56,8 +56,8 @@ def int32_at(groups: Groups, index: Int32) -> Int32:
 
 @cute.jit
 def group_size(groups: Groups, index: Int32) -> Int32:
-    """Return the size of group `index`, read from splits. It is clamped to 0 .. `groups.rows`, so that garbage cannot
-    overflow a sum of 32 sizes."""
+    """Return the size of group `index`, read from splits. It is clamped to 0 .. `groups.rows`, which is less than 2^26,
+    so that garbage cannot overflow a sum of 32 sizes."""
     size = Int32(0)
     if groups.encoding == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]

@@ -50,7 +50,8 @@ class BesideDecoding(NamedTuple):
 
 
 BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
-"""Registers for one load, two MMA and two decoding warpgroups: together all registers that a CTA of 640 threads has."""
+"""Registers for one load, two MMA and two decoding warpgroups: together 472 for five threads, one of
+each warpgroup, which may have 480."""
 
 
 class DecodingToFp8(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64
 
-from ..decoding.rows_in_fp8 import BlockScales
+from ..decoding.rows_in_fp8 import ScaleAddresses
 from ..epilogue.base import Epilogue, Inputs
 from ..epilogue.sizes import THREADS
 from ..formats import MXFP4_ROWS
@@ -52,7 +52,7 @@ class GroupedDecodedFp8Gemm(GroupedGemm):
     ) -> Scales:  # fmt: skip
         (blocks_at,) = w_blocks
         blocks = MXFP4_ROWS.num_scales(Int32(x.shape[1]))
-        return Scales(x_scale, BlockScales(blocks_at, inputs.w_scale, Int32(w.shape[1]), blocks, inputs.gate))
+        return Scales(x_scale, ScaleAddresses(blocks_at, inputs.w_scale, Int32(w.shape[1]), blocks, inputs.gate))
 
 
 class GroupedSwappedFp8Gemm(GroupedDecodedFp8Gemm):

@@ -173,20 +173,21 @@ def _padding_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
     rows = " by rows that come by index" if problem.gathers else ""
     share = _covered(problem, other) / _covered(problem, tile)
     why = f"{tile.name} serves weights of {shapes}{rows}, whatever the number of rows"
-    return Reasons(why, (f"{other.name}: its tiles of them have {share:.2f} times as many elements",))
+    return Reasons(why, (f"{other.name}: its tiles, padding included, cover {share:.2f} times as many elements",))
 
 
 def _rows_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
     """Return the reasons for a tile that the number of rows or of slabs chooses (`_by_rows`)."""
     limits = MOST_ROWS[problem.operands]
     spans = _spans(limits)
-    others = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
+    others = {other: f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile}
     slabs = _spans({split: FEW_SLABS[split] for split in _split_tiles(problem)})
     why_not = [f"{other.name}: for {span} slabs of weights" for other, span in slabs.items() if other is not tile]
     if tile in slabs:
+        others[TINY_W8] += f" and {_span(FEW_SLABS[tuple(slabs)[-1]], math.inf)} slabs of weights"
         few = f"at most {limits[TINY_W8]}, and reach at most {_slabs(problem)} slabs of 64 weight rows, {slabs[tile]}"
-        return Reasons(f"{rows_in_words(problem)}, {few}: {tile.name}", (*why_not, *others))
-    return Reasons(f"{rows_in_words(problem)}, {spans[tile]}: {tile.name}", (*why_not, *others))
+        return Reasons(f"{rows_in_words(problem)}, {few}: {tile.name}", (*why_not, *others.values()))
+    return Reasons(f"{rows_in_words(problem)}, {spans[tile]}: {tile.name}", (*why_not, *others.values()))
 
 
 def _spans(limits: Mapping[TileConfig, float]) -> dict[TileConfig, str]:

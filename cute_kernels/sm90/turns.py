@@ -11,8 +11,8 @@ from ..epilogue.fragments import TileShare
 from ..epilogue.sizes import THREADS
 from ..tiles import PINGPONG_WARPGROUPS, TileConfig
 
-# First named barrier of each kind, one a warpgroup. Barrier 0 is the whole CTA's, 1 and 2 belong to the epilogues
-# (sm90/epilogue/store.py).
+# First named barrier of each kind, one a warpgroup. Barrier 0 is the whole CTA's. Barrier 1 + w belongs to the epilogue
+# of warpgroup w (sm90/epilogue/store.py): with turns, of two warpgroups.
 MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 

@@ -1,8 +1,8 @@
 """Stores of tiles: staging slots in shared memory, and the TMA stores that empty them.
 
-Each MMA warpgroup stores its rows of a tile by itself, 64 rows at a time. It converts a chunk, at most 128 bytes of
-columns of these rows, and writes it into one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle).
-Then one warp starts a TMA store of the slot.
+Each MMA warpgroup stores its rows of a tile by itself, at most 64 rows at a time. It converts a chunk, at most 128
+bytes of columns of these rows, and writes it into one of its `SLOTS` staging slots, whose swizzle is as wide as their
+rows. Then one warp starts a TMA store of the slot.
 """
 
 from __future__ import annotations

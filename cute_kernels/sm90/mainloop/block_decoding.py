@@ -25,7 +25,7 @@ from .decoding import DecodingMainloop
 from .weight_scales import ScalesAhead
 
 
-class BlockScales(ScalesAhead):
+class PartScales(ScalesAhead):
     """A thread's scales in a k-tile: the bits of one float32 scale for each part of the tile.
 
     Attributes:
@@ -86,9 +86,9 @@ class BlockScales(ScalesAhead):
 class BlockDecodingMainloop(DecodingMainloop):
     """`DecodingMainloop` for weights with block scales. `operands.scales` is their address (memory/block_scales.py)."""
 
-    def scales(self, operands: Operands, share: TileShare) -> BlockScales:
+    def scales(self, operands: Operands, share: TileShare) -> PartScales:
         _, expert_rows, gate = operands.extra
         blocks = self.format.num_scales(cute.size(operands.b, mode=[1]))
         grid = block_grid(operands.scales, self.layout, gate, self.parts, expert_rows, blocks)
         k_tiles = KTiles(self.tile.splits, grid.blocks)
-        return BlockScales(grid, k_tiles, gate, expert_rows // self.parts, share, self.rows, self.layout)
+        return PartScales(grid, k_tiles, gate, expert_rows // self.parts, share, self.rows, self.layout)

@@ -51,7 +51,7 @@ class ScaleSources(NamedTuple):
     half: Int32
 
 
-class BlockScales(RowScales):
+class RowAndSquareScales(RowScales):
     """The scales of a thread's rows of x, followed by the weight scales of its tile, as float32 in registers.
 
     Both kinds are loaded a k-tile ahead, as in `RowScales`.
@@ -157,8 +157,8 @@ class BlockFp8Mainloop(Fp8Mainloop):
         super().__init__(tile, parts, stages, policy, load_warp_gathers)
         self.layout = layout
 
-    def scales(self, operands: Operands, share: TileShare) -> BlockScales:
+    def scales(self, operands: Operands, share: TileShare) -> RowAndSquareScales:
         """Make the object that holds a thread's scales for all of its tiles."""
         of_tile = self.part_n, self.parts, self.pieces, self.layout
         sources: Any = operands.scales
-        return BlockScales(sources, operands.rows, self.first_row(share), 2 * self.tile.slabs, *of_tile)
+        return RowAndSquareScales(sources, operands.rows, self.first_row(share), 2 * self.tile.slabs, *of_tile)

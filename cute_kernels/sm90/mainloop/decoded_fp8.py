@@ -26,7 +26,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from ...decoding.rows_in_fp8 import BlockScales, RowsInFp8
+from ...decoding.rows_in_fp8 import RowsInFp8, ScaleAddresses
 from ...device.invariant import Invariant
 from ...device.swizzle import SWIZZLE_BYTES, swizzled_layout
 from ...epilogue.fragments import registers
@@ -53,7 +53,7 @@ class Scales(NamedTuple):
     """
 
     rows: Int64
-    weights: BlockScales
+    weights: ScaleAddresses
 
 
 class DecodedRing(Invariant):

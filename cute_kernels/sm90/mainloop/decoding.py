@@ -179,7 +179,7 @@ class DecodingMainloop(WeightsFirst):
             state.advance()
         return state
 
-    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, list[cute.Tensor]]:
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup_index: Int32) -> tuple[Int32, list[cute.Tensor]]:
         """Return the shared-memory address of a thread's first share of A (2 bytes or a word) in the first stage, and
         B of all stages as wgmma descriptors: for each number in `column_counts`, that many first rows of x.
         """
@@ -187,7 +187,7 @@ class DecodingMainloop(WeightsFirst):
         lane = thread % 32
         # Rows 8 apart have the same swizzle, so one address serves all rows of a thread.
         swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.decoder.element.share_bytes
-        first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
+        first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup_index, thread) * self.row_bytes + swizzled
         rows_of_x = []
         for count in self.column_counts:
             mma = self.tiled_mma(count)

@@ -17,6 +17,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Uint8, Uint16, const_expr
 
 from ...decoding.decoder import Decoder
+from ...device.chunks import load_chunk
 from ...device.gmem import vector_at
 from ...device.swizzle import SWIZZLE_BYTES, swizzle_of
 from ...device.warp_mma import WarpMma
@@ -34,7 +35,7 @@ from .weight_scales import ScaleGrid, WeightScales, thread_of_warpgroup
 QUAD = 4
 # WORDS: 32-bit words of a thread's 32 elements in a weight row and k-tile; of every 8 neighbouring elements, each of
 # the four words has one pair. PAIRS: pairs in a word.
-WORDS, WORD_BYTES = 4, 4
+WORDS = 4
 ELEMENTS = WORDS * WORD_ELEMENTS
 PAIRS = WORD_ELEMENTS // 2
 # Rows of x that one MMA multiplies: its columns.
@@ -45,7 +46,7 @@ COLUMNS = 8
 TURNED = 2
 
 
-class BlockScales(WeightScales):
+class OwnScales(WeightScales):
     """The scales of a thread's own elements: one or two bytes for each weight row and k-tile.
 
     The first scales of a tile are loaded before the epilogue of the previous tile.
@@ -126,22 +127,22 @@ class FewRowsMainloop(DecodingMainloop):
     """`DecodingMainloop` for 4-bit weights and few rows of x: it decodes words of 8 elements and multiplies by warp
     MMAs (mma.sync)."""
 
-    scales_type = BlockScales
+    scales_type = OwnScales
 
-    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, Int32]:
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup_index: Int32) -> tuple[Int32, Int32]:
         """Return two shared-memory addresses in the first stage: of the 32 elements of a thread's first weight row, and
         of the 8 columns of x that the thread reads first."""
         thread = thread_of_warpgroup()
         row, place = thread % 32 // QUAD, thread % QUAD
         chunk = place ^ swizzle_of(row, self.row_bytes)
         box, first = place // TURNED, place % TURNED * PAIRS
-        weights = self.rows.column(0, warpgroup, thread) * self.row_bytes + chunk * SWIZZLE_CHUNK
+        weights = self.rows.column(0, warpgroup_index, thread) * self.row_bytes + chunk * SWIZZLE_CHUNK
         columns = (box * self.tile.m + row) * SWIZZLE_BYTES + (first ^ place & TURNED ^ row) * SWIZZLE_CHUNK
         return Int32(sA.iterator.toint()) + weights, Int32(sB.iterator.toint()) + columns
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, fragments: tuple, scales: BlockScales, tile: MmaTile,
+        self, acc: cute.Tensor, fragments: tuple, scales: OwnScales, tile: MmaTile,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
         """Compute acc = A B^T for a tile; called by a whole warpgroup. Returns the state after the tile's k-tiles.
@@ -179,11 +180,11 @@ class FewRowsMainloop(DecodingMainloop):
     def _words(self, first: Int32) -> list[cute.Tensor]:
         """Read a thread's 32 elements (four words) of each of its weight rows in a k-tile. first: address of the first
         row's words."""
-        return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
+        return [load_chunk(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
     @cute.jit
     def _multiply_small(
-        self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, rows: Int32
+        self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: OwnScales, rows: Int32
     ):  # fmt: skip
         """Add the products of a k-tile without large scales to acc.
 
@@ -205,7 +206,7 @@ class FewRowsMainloop(DecodingMainloop):
             self._multiply(acc, words, first_column, scales, quarter, False)
 
     def _multiply(
-        self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
+        self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: OwnScales, columns: int,
         large: bool,
     ) -> None:  # fmt: skip
         """Add the products of a k-tile's weights with the first rows of x, which are the MMA's columns, to acc.
@@ -238,18 +239,10 @@ class FewRowsMainloop(DecodingMainloop):
                 weights = [[product(two, rest) for two in row] for row, rest in zip(weights, rests, strict=True)]
             for column in range(columns // COLUMNS):
                 at = (first_column ^ Int32(pair * SWIZZLE_CHUNK)) + column * (COLUMNS * SWIZZLE_BYTES)
-                x = _shared_words(at)
+                x = load_chunk(at)
                 for slab in range(self.tile.slabs):
                     upper, lower = weights[ROW_HALVES * slab : ROW_HALVES * (slab + 1)]
                     sums = registers(acc, slab * self.tile.m // 2 + 4 * column, 4)
                     for k in range(0, WORDS, 2):
                         a = [upper[k], lower[k], upper[k + 1], lower[k + 1]]
                         warp_mma.add(sums, a, [x[k], x[k + 1]])
-
-
-def _shared_words(address: Int32) -> cute.Tensor:
-    """Read four words (16 bytes) of shared memory by one load."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=WORDS * WORD_BYTES)
-    words = cute.make_rmem_tensor(WORDS, Int32)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)
-    return words

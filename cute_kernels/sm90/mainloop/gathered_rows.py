@@ -32,7 +32,8 @@ from ...schedule.work import WorkTile
 LANES_A_LINE = 8
 LINE_BYTES = LANES_A_LINE * CHUNK_BYTES
 WARPS = 2
-LINES_AT_ONCE = WARP // LANES_A_LINE  # half of the period of the swizzle
+LINES_AT_ONCE = WARP // LANES_A_LINE
+SWIZZLE_PERIOD = 2 * LINES_AT_ONCE  # lines after which the swizzle repeats
 K_TILES_AT_ONCE = 4  # k-tiles of GatherAlongRows between two steps of its addresses
 INDICES = 4  # k-tiles by which GatherAcrossRows reads row indices ahead
 OF_A_LINE = WARP - LANES_A_LINE << 8 | WARP - 1
@@ -84,7 +85,7 @@ class Share(NamedTuple):
     """The lines (128 bytes each) of a stage that a warp copies.
 
     Attributes:
-        first: index of the first line, a multiple of the swizzle's period.
+        first: index of the first line, a multiple of SWIZZLE_PERIOD.
         times: number of lines, in units of LINES_AT_ONCE (4 lines, which a warp copies at once).
     """
 
@@ -129,8 +130,9 @@ class Gather(Invariant):
 
         Args:
             smem: the operand's shared memory.
-            first: index of the warp's first line.
+            first: index of the warp's first line, a multiple of SWIZZLE_PERIOD.
         """
+        assert not isinstance(first, int) or first % SWIZZLE_PERIOD == 0
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES

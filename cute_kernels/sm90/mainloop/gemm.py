@@ -19,7 +19,7 @@ from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..gemm_policy import GemmPolicy
 from .base import Loop, Operands, Source
-from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, arrive, row_indices
+from .gathered_rows import LINES_AT_ONCE, SWIZZLE_PERIOD, GatherAlongRows, RowIndices, Share, arrive, row_indices
 from .weights_first import WeightsFirst
 
 
@@ -98,7 +98,7 @@ class GemmMainloop(WeightsFirst):
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
         self.load_warp_gathers = load_warp_gathers
         # The TMA warp gathers fewer rows than the other warp, since its TMA loads take registers, too.
-        self.tma_warp_rows = tile.m * 5 // 16
+        self.tma_warp_rows = tile.m * 5 // 16 // SWIZZLE_PERIOD * SWIZZLE_PERIOD
         self.rows = GatherAlongRows(tile.m, dtype)
 
     def operands(
