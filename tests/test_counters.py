@@ -10,6 +10,8 @@ import torch
 from support.fake_gpu import FakeGpu
 from support.memory import memory
 
+from cute_kernels.chains import signature_of, stages_of
+from ffi_bridge import profiles
 from glulam.host import device as gpus
 from glulam.host import tickets
 from glulam.host.tickets import MAX_GRAPH_SETS, NUM_COUNTERS
@@ -24,6 +26,18 @@ class Capture:
     """Number of the current graph capture, in a mutable attribute."""
 
     number = 1
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_90"])
+def test_every_kernel_that_draws_tickets_has_a_counter(arch: str) -> None:
+    """A kernel's counter is the one at its place in the call."""
+    places = [
+        place
+        for spec in profiles.shipped_specs(arch)
+        for place, stage in enumerate(stages_of(spec))
+        if "tickets" in signature_of(stage).names
+    ]
+    assert 0 < max(places) < NUM_COUNTERS
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,11 @@ the cause is gone: no plan, table, ticket, workspace or prepared weight is left 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -210,6 +211,31 @@ def test_memory_on_the_thread_that_keeps_it(fake_gpu: FakeGpu) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         device.on_own_thread(fail, torch.device("cpu"))
     assert device.on_own_thread(lambda: 3, torch.device("cpu")) == 3
+
+
+def test_memory_is_made_on_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the current device, on which nothing waits for it."""
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        entered.append(chosen)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: ("stream of", of))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    other = torch.device("cuda", 1)
+    assert device.on_own_thread(lambda: 3, other) == 3 and entered == [("stream of", other)]
+
+
+@pytest.mark.parametrize(("single", "current", "changes"), [(True, 0, False), (False, 1, False), (False, 0, True)])
+def test_a_launch_has_its_device(single: bool, current: int, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_single_gpu", lambda: single)
+    monkeypatch.setattr(device, "current", lambda: current)
+    found = device.on(1)
+    assert isinstance(found, torch.cuda.device) == changes
+    assert not changes or found.idx == 1
 
 
 def test_a_weight_that_could_not_be_prepared_is_still_one_that_trains(fake_gpu: FakeGpu) -> None:

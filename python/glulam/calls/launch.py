@@ -279,7 +279,7 @@ _NAMES: dict[str, Any] = {
 OWN_NAMES = frozenset((*_NAMES, "seen", "check_unseen", "run"))
 """Names that a plan adds to the constants that it is given."""
 OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
-"""Names of the constants of a plan that depend on the number of rows."""
+"""Names of the constants that depend on the number of rows, of the plans that `Plan.serves` asks about."""
 
 
 class Bare(NamedTuple):
@@ -342,7 +342,9 @@ class Plan:
             constants["run"] = self.run
 
     def serves(self, rows: int) -> bool:
-        """Return True if this plan also serves `rows` rows: the kernel is the same, and no constant depends on rows."""
+        """Return True if this plan, of a GEMM of a backward, also serves `rows` rows: the kernel is the same, and no
+        constant depends on the number of rows.
+        """
         if self.shape.checked or not OF_ROWS.isdisjoint(self.run.__code__.co_names):
             return False
         return self.serving.at(rows).function is self.constants["function"]
