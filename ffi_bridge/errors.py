@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from cute_kernels.architectures import ARCHS
 
+PACKAGED = "_bundle"
+"""The folder in the installed package `glulam` that holds bundles, where `glulam build` puts them without --out."""
 
-def remedy(place: Path, options: str = "") -> str:
+
+def remedy(place: Path, options: str = "", elsewhere: bool = False) -> str:
     """Return advice for an error message: "run `glulam build ...`", the command that builds the bundle anew.
 
     The command has `--arch` if the path tells the architecture: without `--arch`, a build is for the architecture of
-    the machine that it runs on.
+    the machine that it runs on. It has `--out` if the bundle does not lie in the installed package.
 
     Args:
         place: path of the bundle's folder <root>/<arch>, or of a file in that folder.
         options: further options of the command, with a leading space.
+        elsewhere: True: the message names another folder for the new bundle.
     """
-    arch = next((f" --arch {name}" for name in (place.name, place.parent.name) if name in ARCHS), "")
-    return f"run `glulam build{arch}{options}`"
+    folder = next((one for one in (place, place.parent) if one.name in ARCHS), None)
+    if folder is None:
+        return f"run `glulam build{options}`"
+    out = "" if elsewhere or folder.parent.name == PACKAGED else f" --out {shlex.quote(str(folder.parent))}"
+    return f"run `glulam build --arch {folder.name}{options}{out}`"
 
 
 class BundleError(RuntimeError):

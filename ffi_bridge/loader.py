@@ -17,7 +17,7 @@ from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 
 from . import toolchain
-from .errors import BundleDamaged, BundleMissing, ToolchainError, remedy
+from .errors import PACKAGED, BundleDamaged, BundleMissing, ToolchainError, remedy
 from .manifest import Manifest
 from .profiles import profile_of
 from .verification import checked, opened_library
@@ -162,7 +162,7 @@ def packaged_root() -> Path:
         BundleMissing: the package is not installed.
     """
     for folder in toolchain.package_folders("glulam"):
-        return folder / "_bundle"
+        return folder / PACKAGED
     raise BundleMissing(f"no bundle: the package glulam is not installed; `pip install` it, or set {ENV_BUNDLE}")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import folders, toolchain
-from .errors import BundleForeign, remedy
+from .errors import PACKAGED, BundleForeign, remedy
 from .folders import OTHERS_WRITE
 
 
@@ -41,7 +41,7 @@ class Trust:
         if found.st_mode & OTHERS_WRITE & ~self.shared:
             raise BundleForeign(
                 f"foreign bundle: others can write {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
-                f"run `chmod go-w` on it if all in it is yours, else {remedy(path)} into another folder"
+                f"run `chmod go-w` on it if all in it is yours, else {remedy(path, elsewhere=True)} into another folder"
             )
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ def of(root: Path) -> Trust:
     owner may also be the owner of the package's folder, and it may have the same write bits as that folder.
     """
     for package in toolchain.package_folders("glulam"):
-        if os.path.realpath(root) == os.path.realpath(package / "_bundle"):
+        if os.path.realpath(root) == os.path.realpath(package / PACKAGED):
             beside = package.stat()
             return Trust(frozenset((os.geteuid(), 0, beside.st_uid)), beside.st_mode & OTHERS_WRITE, follows=True)
     return ours()

@@ -55,7 +55,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     import torch
 
     if not torch.cuda.is_available():
-        raise RuntimeError("measuring needs a CUDA GPU; without one, `python -m perf report` shows earlier results")
+        raise RuntimeError("measuring needs a CUDA GPU; without one, read perf/results/README.md")
     import glulam
     from glulam.choose import known
 

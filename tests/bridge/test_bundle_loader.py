@@ -26,6 +26,7 @@ from ffi_bridge import (
     loader,
     toolchain,
 )
+from ffi_bridge.errors import remedy
 from toys import HERE, REPOSITORY, TOY_SPECS, library_in, rewrite
 
 Damage = Callable[[Path], Any]
@@ -135,6 +136,15 @@ def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **_: pytest.fail(f"executed {arguments}"))
 
 
+def test_a_remedy_builds_where_the_bundle_is_looked_for() -> None:
+    inside, other = Path("/site/glulam/_bundle"), Path("/my bundles")
+    assert remedy(inside / "sm_90a" / "manifest.json") == "run `glulam build --arch sm_90a`"
+    anew = remedy(other / "sm_80", " --profile full")
+    assert anew == "run `glulam build --arch sm_80 --profile full --out '/my bundles'`"
+    assert remedy(other / "sm_80", elsewhere=True) == "run `glulam build --arch sm_80`"
+    assert remedy(other) == "run `glulam build`"
+
+
 @pytest.mark.usefixtures("sealed")
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_bundle_is_named_with_its_remedy_and_never_executed(bundle_copy: Path, case: str) -> None:
@@ -144,7 +154,7 @@ def test_a_bad_bundle_is_named_with_its_remedy_and_never_executed(bundle_copy: P
         load("sm_90a", bundle_copy)
     message = str(refused.value)
     assert words in message
-    assert "run `glulam build --arch sm_90a`" in message
+    assert f"run `glulam build --arch sm_90a --out {bundle_copy}`" in message
     assert str(bundle_copy / "sm_90a") in message
     assert "\n" not in message
 

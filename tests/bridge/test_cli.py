@@ -84,7 +84,7 @@ def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeyp
         (["build", "--arch", "sm_90a", "--out", "/proc/none/here"], "/proc/none"),
         (
             ["info", "--bundle", "/nowhere"],
-            "/nowhere/sm_90a/manifest.json does not exist; run `glulam build --arch sm_90a`",
+            "/nowhere/sm_90a/manifest.json does not exist; run `glulam build --arch sm_90a --out /nowhere`",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_bundle_is_written_for_the_hub(toy_bundle: Path, tmp_path: Path) -> No
 def test_advice_builds_the_architecture_that_was_asked_for(place: Path, command: str, arch: str) -> None:
     """Without `--arch`, a build makes this machine's own."""
     result = _run(*command.replace("LAYER", " ".join(["grouped_mm", *LAYER])).split(), "--arch", arch)
-    assert f"/{arch}/manifest.json does not exist; run `glulam build --arch {arch}`" in result.output
+    assert f"/{arch}/manifest.json does not exist; run `glulam build --arch {arch} --out " in result.output
 
 
 def test_info_of_a_damaged_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +211,15 @@ def test_doctor_without_a_gpu(machine: Callable[..., Result]) -> None:
     assert "ok   compiling    works here, with or without a GPU" in result.output
     assert _finding(result, "bundle").startswith("ok   bundle       3 sm_90a functions in")
     assert "usable on the CPU only: calls run the CPU reference; compiling kernels works." in result.output
+
+
+def test_doctor_names_what_variables_misname(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLULAM_TUNED", "/no/such/table.json")
+    monkeypatch.setenv("GLULAM_ARCH", "sm_9")
+    result = machine(None, None)
+    assert result.exit_code == 0
+    assert "$GLULAM_ARCH is 'sm_9', but must be one of sm_90a" in _finding(result, "GPU")
+    assert "note tuning       $GLULAM_TUNED names /no/such/table.json, which does not exist" in result.output
 
 
 OTHERS = (("0x8086", "0x030000"), ("0x10de", "0x068000"))  # a display of another vendor, a bridge of NVIDIA's
@@ -349,7 +358,7 @@ def test_doctor_without_a_bundle(
     finding = _finding(result, "bundle")
     assert finding.startswith(mark)
     assert "does not exist" in finding
-    assert "-> run `glulam build --arch sm_90a`" in finding
+    assert "-> run `glulam build --arch sm_90a --out " in finding
 
 
 def test_doctor_without_torch(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -774,7 +783,7 @@ class TestExplain:
         assert result.exit_code == 0, result.output
         assert "8 rows: grouped_mm on sm_90a: grouped_mm_bf16_nt_" in result.output
         assert "4096 rows: grouped_mm on sm_90a" in result.output
-        assert "run `glulam build --arch sm_90a`" in result.output
+        assert "run `glulam build --arch sm_90a --out " in result.output
 
     @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize("op", ["grouped_mm", "grouped_glu", "grouped_mlp"])

@@ -48,9 +48,8 @@ def test_a_kernel_that_a_bundle_lacks_is_said_to_be_in_the_smallest_profile_that
     smaller = configs.PROFILES[: configs.PROFILES.index(profile)]
     toys = {spec.name for spec in TOY_SPECS}
     name = min(names(profile) - toys - set().union(*map(names, smaller)))
-    with pytest.raises(
-        BundleMissing, match=f"'{profile}' has it: run `glulam build --arch {ARCH} --profile {profile}`"
-    ):
+    command = f"glulam build --arch {ARCH} --profile {profile} --out {toy_bundle}"
+    with pytest.raises(BundleMissing, match=f"'{profile}' has it: run `{command}`"):
         load(ARCH, toy_bundle).function(name)
 
 

@@ -123,6 +123,12 @@ def locations() -> list[Path]:
     return [platformdirs.user_config_path("glulam") / "tuned"]
 
 
+def absent() -> str:
+    """Return the paths in $GLULAM_TUNED that do not exist, as text; "": all exist, or the variable is not set."""
+    lost = [records.shown(place) for place in locations() if ENV_TUNED in os.environ and not os.path.lexists(place)]
+    return f"${ENV_TUNED} names {', '.join(lost)}, which does not exist" if lost else ""
+
+
 def tables() -> list[Path]:
     """Return the files to read as tuned tables: *.json in the folders of `locations`, and locations that are files.
 

@@ -130,6 +130,9 @@ def _check_torch(torch: Any | None) -> Finding:
 
 def _check_gpu(gpu: Gpu | None) -> Finding:
     if gpu is None:
+        chosen = os.environ.get(ENV_ARCH)
+        if chosen and chosen not in ARCHS:
+            return "note", f"none that torch can use; ${ENV_ARCH} is {chosen!r}, but must be one of {', '.join(ARCHS)}"
         return "note", "none that torch can use: tensors on the CPU are served by the CPU reference"
     named = f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.arch is None:
@@ -218,6 +221,8 @@ def _check_preferences() -> Finding:
 
 def _check_tables(gpu: Gpu | None) -> Finding:
     """Check that the tables of tuned kernels can be read, and count the layers (shapes) tuned for this GPU in them."""
+    if absent := known.absent():
+        return "note", absent, f"correct ${known.ENV_TUNED}, or unset it"
     if not known.tables():
         return "ok", "no tables: kernels are the shipped choice"
     found = known.read_tables(gpu.name if gpu else "")

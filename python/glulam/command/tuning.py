@@ -221,7 +221,7 @@ def explain(
         here = gpus.gpu(torch.cuda.current_device())
         asked = here if arch is None else asked._replace(name=here.name)
     asked = asked if gpu is None else asked._replace(name=gpu)
-    for problem in entry.problems_of("explain", entry.shape_of(op, **_given(op, layer)), training):
+    for problem in entry.problems_of("explain", entry.shape_of("explain", op, **_given(op, layer)), training):
         for total in rows or [each * problem.experts for each in rows_per_expert or Options.rows_per_expert]:
             answer = explanation.of_problem(changed(problem, rows=total), asked.name or asked.arch, asked)
             show(f"{total} rows: {answer}")
@@ -235,6 +235,8 @@ def explain(
 def tables(merge: list[Path] | None, out: Path | None) -> None:
     """Show the tables of tuned kernels that the dispatcher reads, or merge tables into one."""
     if not merge:
+        if out is not None:
+            raise ValueError("--out needs --merge, a file to add")
         _show_tables()
         return
     if out is None:
@@ -245,6 +247,8 @@ def tables(merge: list[Path] | None, out: Path | None) -> None:
 
 def _show_tables() -> None:
     """Print all tables of tuned kernels: for each section its GPU, its date and, if it is ignored here, the reason."""
+    if absent := known.absent():
+        raise ValueError(f"{absent}; correct it, or unset it")
     if not known.tables():
         places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
         show(f"no tables in {places}; `glulam tune` makes one")

@@ -112,9 +112,9 @@ def register(recipe: str | Recipe = "bf16") -> None:
         ValueError: the recipe is not one of these.
     """
     global _recipe
-    found = recipes.find("register", recipe)
-    if found not in RECIPES:
-        raise ValueError(f"register: recipe is {found.name!r}; choose one of {', '.join(map(str, RECIPES))}")
+    found = next((one for one in RECIPES if recipe in (one, one.name)), None)
+    if found is None:
+        raise ValueError(f"register: recipe is {recipe!r}; choose one of {', '.join(map(str, RECIPES))}")
     try:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:

@@ -281,8 +281,8 @@ class QuantizedMlpCall(ReadsQuantized):
             return
         if not recipes.find(self.op, self.recipe).trains:
             raise GradientNotSupported(
-                f"{self.op}: recipe {self.recipe!r} has no gradient, and {trained} requires one; call it under "
-                f"torch.no_grad() or torch.inference_mode(), give {trained}.detach(), or choose recipe 'bf16'"
+                f"{self.op}: recipe {self.recipe!r} has no gradient, and {self.labels.get(trained, trained)} requires "
+                "one; call it under torch.no_grad() or torch.inference_mode(), detach it, or choose recipe 'bf16'"
             )
         for name in ("x", "w1", "w2"):
             if getattr(self, f"{name}_scale") is not None:

@@ -116,8 +116,8 @@ def tune(
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise TypeError(f"tune: out is {out!r}; give the path of a file")
     shape = shape_of(
-        op, experts=experts, in_features=in_features, intermediate=intermediate, out_features=out_features, dtype=dtype,
-        activation=activation, glu_layout=glu_layout, save_preact=save_preact, transpose_w=transpose_w,
+        "tune", op, experts=experts, in_features=in_features, intermediate=intermediate, out_features=out_features,
+        dtype=dtype, activation=activation, glu_layout=glu_layout, save_preact=save_preact, transpose_w=transpose_w,
         out_dtype=out_dtype, recipe=recipe,
     )  # fmt: skip
     problems = problems_of("tune", shape, training)
@@ -134,6 +134,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def shape_of(
+    caller: str,
     op: str,
     *,
     dtype: Dtype | torch.dtype = "bfloat16",
@@ -146,14 +147,16 @@ def shape_of(
 ) -> Problem:
     """Return the layer that `tune`'s arguments describe, as a Problem whose number of rows is still 0.
 
+    caller: the name of the function or command, for errors.
+
     Raises:
         ValueError: the recipe cannot be tuned.
     """
-    found = recipes.find("tune", recipe)
+    found = recipes.find(caller, recipe)
     if found.name not in TUNED or (op != "grouped_mlp" and found is not recipes.BF16):
         raise ValueError(
-            f"tune: recipe is {found.name!r} and op {op!r}; of a grouped_mlp {', '.join(TUNED)} can be tuned, and of "
-            "others bf16"
+            f"{caller}: recipe is {found.name!r} and op {op!r}; of a grouped_mlp {', '.join(TUNED)} can be tuned, and "
+            "of others bf16"
         )
     is_activated = op not in ("grouped_mm", "grouped_wgrad")
     return Problem(
