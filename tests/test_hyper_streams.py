@@ -151,6 +151,8 @@ def test_begins_as_residual_streams() -> None:
         (lambda: HyperConnection(4, 8, form="v4"), ValueError, "form is 'v4'; choose one of: 'mhc', 'v4.1'"),
         (lambda: HyperConnection(4, 8, form="v4.1", transpose_res=True), ValueError, "transpose_res is True"),
         (lambda: HyperConnection(4, 8, form="v4.1", norm_weight=True), ValueError, "norm_weight is True"),
+        (lambda: HyperConnection(4, 8)(torch.zeros(5, 3, 8)), RuntimeError, "made without a sublayer"),
+        (lambda: HyperConnection(4, 8, abs)(torch.zeros(5, 3, 8)), ValueError, r"shape \[5, 3, 8\]; give streams"),
         (lambda: HyperConnection(4, 8, form="v4.1", iters=0), ValueError, "iters is 0; form='v4.1' takes 1 to 100"),
         (lambda: HyperConnection(4, 8, norm_eps=1e-5), ValueError, "norm_eps is of form='v4.1'"),
         (lambda: HyperConnection(4, 8, form="v4.1", norm_eps=-1.0), ValueError, "norm_eps is -1.0"),

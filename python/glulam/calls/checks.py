@@ -241,7 +241,9 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
     if isinstance(rows, int) and rows <= 1:
         return
     if stride < width:
-        raise ValueError(f"{op}: {name} has rows of {width} elements only {stride} apart; they must not overlap")
+        raise ValueError(
+            f"{op}: {name} has rows of {width} elements only {stride} apart; they must not overlap, so {_remedy(name)}"
+        )
     if runs_kernels(matrix) and spans_too_much(matrix):
         raise ValueError(
             f"{op}: {name} lies in {span_of(matrix) / 2**30:.3g} GiB of memory; at most {MAX_SPAN / 2**30:.3g} are "

@@ -15,6 +15,7 @@ from cute_kernels.mhc.kernels import COUNTS
 
 from .. import mhc
 from ..calls.addressed import check_dtype, check_vectors
+from ..calls.checks import shape_text
 from ..mhc.boundary import MAX_ITERS as MOST_ROUNDS
 from ..mhc.call import check_count, check_eps, check_iters
 from ..mhc.sinkhorn import MAX_ITERS
@@ -179,8 +180,12 @@ class HyperConnection(nn.Module):
 
         Raises:
             RuntimeError: the module's form is not "mhc".
+            ValueError: x has another number of streams, or another width.
         """
         self._check_is("mhc", "pre")
+        if isinstance(x, Tensor) and tuple(x.shape[-2:]) != (self.num_streams, self.width):
+            wanted = f"[..., {self.num_streams}, {self.width}]"
+            raise ValueError(f"HyperConnection: x has shape {shape_text(x.shape)}; give streams {wanted}")
         parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
         return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps, norm_weight=self.norm_weight)
 
