@@ -114,7 +114,7 @@ OF_CALLS: dict[str, Callable[[], int]] = {
     "glulam.host.experts._tables": lambda: len(attribute("glulam.host.experts._tables")),
     "glulam.host.groups._caller": lambda: 1,
     "glulam.host.groups._operators": lambda: len(attribute("glulam.host.groups._operators")),
-    "glulam.host.plans._all_plans": lambda: len(attribute("glulam.host.plans._all_plans")),
+    "glulam.host.plans._all_kept": lambda: len(attribute("glulam.host.plans._all_kept")),
     "glulam.host.tickets._of_graphs": lambda: len(tickets._of_graphs),
     "glulam.host.tickets._kept": lambda: 1,
     "glulam.host.workspace._kept": lambda: 1,

@@ -249,8 +249,7 @@ def test_what_is_kept_is_bounded(name: str, fake_gpu: FakeGpu, monkeypatch: pyte
     one = Layer().calls()[name]
     for rows in range(2, 12):
         one(rows)
-    for each in plans._all_plans:
-        assert max(map(len, (each._plans, each._resizable, each._per_row))) <= 4
+    assert max(map(len, plans._all_kept)) <= 4
 
 
 def test_group_sizes_are_checked_once_that_is_asked_for(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

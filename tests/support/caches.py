@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"python/glulam": "python", "ffi_bridge": "."}
 """Folders of sources, and the folder that each module's name starts from."""
-KEPT = ("dict", "set", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Plans", "PreparedWeights",
-        "_Kept", "_Caller", "defaultdict", "count", "Targets")  # fmt: skip
+KEPT = ("dict", "set", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Kept", "Plans",
+        "PreparedWeights", "_Kept", "_Caller", "defaultdict", "count", "Targets")  # fmt: skip
 """Constructors of objects that are changed after they were made, and so may hold state."""
 
 
@@ -45,7 +45,7 @@ def _of_module(body: list[ast.stmt]) -> Iterator[str]:
 def caches() -> set[str]:
     """Return the names of all objects that the library keeps from call to call.
 
-    For example "glulam.host.plans._all_plans".
+    For example "glulam.host.plans._all_kept".
     """
     found = set()
     for folder, root in FOLDERS.items():

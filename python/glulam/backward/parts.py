@@ -18,7 +18,7 @@ from ..choose.problem import changed
 from ..host import device as gpus
 from ..host import groups as group_sizes
 from ..host.experts import ExpertList
-from ..host.plans import Plans
+from ..host.plans import Kept
 from ..ops.grouped_mm import grouped_mm
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
@@ -84,7 +84,7 @@ class Targets:
 ORDINARY = Targets()
 
 
-_checked: Plans[set[tuple[int, ...]]] = Plans()
+_checked: Kept[set[tuple[int, ...]]] = Kept()
 """{key of a call with buffers (`key_of`): the tuples of addresses that passed `check_targets`}."""
 
 

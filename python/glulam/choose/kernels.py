@@ -15,7 +15,7 @@ from ffi_bridge import BundleError
 
 from ..host import device as gpus
 from ..host import tickets
-from ..host.plans import Plans, forget_plans
+from ..host.plans import Kept, forget_plans
 from . import Chooser, known, loadable, specs
 from .loadable import Function
 from .problem import Problem, dtype_name
@@ -92,7 +92,7 @@ class Fixed:
         return self._served
 
 
-_serving: Plans[FunctionChooser] = Plans()
+_serving: Kept[FunctionChooser] = Kept()
 
 
 def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:

@@ -99,36 +99,55 @@ def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
-PlanType = TypeVar("PlanType")
-_all_plans: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
+Value = TypeVar("Value")
+_all_kept: weakref.WeakSet[Kept[Any]] = weakref.WeakSet()
 
 
-class Plans(Generic[PlanType]):
+class Kept(Generic[Value]):
+    """Up to MAX_PLANS values by keys, which `forget_plans` drops. A look-up (`find`) takes no lock."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Value] = {}
+        self._lock = threading.Lock()
+        self.find = self._values.get
+        _all_kept.add(self)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(list(self._values.values()))
+
+    def keep(self, key: Hashable, value: Value) -> None:
+        """Keep a value. If there are MAX_PLANS values, the oldest quarter is dropped first."""
+        with self._lock:
+            if len(self._values) >= MAX_PLANS:
+                for old in list(self._values)[: MAX_PLANS // 4]:
+                    del self._values[old]
+            self._values[key] = value
+
+    def forget(self) -> None:
+        """Drop all values."""
+        with self._lock:
+            self._values.clear()
+
+
+class Plans(Kept[Value]):
     """The plans of one operator that are kept for later calls, looked up by the metadata of a call's tensors.
 
     A plan is an object that runs a call without checking the metadata again: a launch (`calls.launch.Plan`), or forward
-    and backward of a call together (`backward.planned`, `calls.addressed.GradientPlan`). A look-up takes no lock.
-    Some modules keep other objects in this class, such as choosers of kernels, only by `find` and `keep`.
+    and backward of a call together (`backward.planned`, `calls.addressed.GradientPlan`).
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, PlanType] = {}
+        super().__init__()
         self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
-        self._per_row: dict[Hashable, tuple[bool | None, ...]] = {}
-        self._resizable: dict[Hashable, Any] = {}
+        self._per_row: Kept[tuple[bool | None, ...]] = Kept()
+        self._resizable: Kept[Any] = Kept()
         self._misses = 0
-        self._lock = threading.Lock()
-        self.find = self._plans.get
-        _all_plans.add(self)
 
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def __iter__(self) -> Iterator[PlanType]:
-        return iter(list(self._plans.values()))
-
-    def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, PlanType | None]:
-        """Find the plan of a call.
+    def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, Value | None]:
+        """Find the plan of a call. Keep a new plan by `keep`.
 
         Args:
             given: the call's tensors, ExpertLists or lists of tensors, without absent ones.
@@ -155,7 +174,7 @@ class Plans(Generic[PlanType]):
             self._guard(place, given, found)
         return key, found
 
-    def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
+    def _guard(self, place: Hashable, given: Given, plan: Value) -> None:
         """Add a guard (torch's check of metadata, faster than a key) for a plan, by which later calls find the plan.
 
         Args:
@@ -177,10 +196,6 @@ class Plans(Generic[PlanType]):
                     self._guarded.clear()
                 self._guarded[place] = [*alike, guarded]
 
-    def keep(self, key: Hashable, plan: PlanType) -> None:
-        """Keep a plan under a key of `look_up`. If there are MAX_PLANS plans, the oldest quarter is dropped."""
-        self._keep(self._plans, MAX_PLANS, key, plan)
-
     def keep_resizable(
         self, key: Any, lead: tuple[int, ...], count: int, found: Any, any_rows: tuple[int, ...] = ()
     ) -> None:
@@ -200,8 +215,8 @@ class Plans(Generic[PlanType]):
         for place in any_rows:
             per_row[place] = None
         if per_row.count(True) == count:  # not so if another tensor happens to have as many rows, such as T == E
-            self._keep(self._per_row, MAX_PLANS, key[0], tuple(per_row))
-            self._keep(self._resizable, MAX_PLANS, self._signature(key, lead), found)
+            self._per_row.keep(key[0], tuple(per_row))
+            self._resizable.keep(self._signature(key, lead), found)
 
     def find_resizable(self, key: Any, lead: tuple[int, ...]) -> Any:
         """Return the object that `keep_resizable` stored for a call that differs only in its number of rows.
@@ -212,7 +227,7 @@ class Plans(Generic[PlanType]):
             key: this call's key.
             lead: the sizes of this call's dimensions that count rows.
         """
-        return self._resizable.get(self._signature(key, lead))
+        return self._resizable.find(self._signature(key, lead))
 
     def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
         """Return the key without the sizes `lead`, equal for calls that differ only in their number of rows.
@@ -221,7 +236,7 @@ class Plans(Generic[PlanType]):
         """
         options, *given = key
         signature = [options]
-        for one, has_rows in zip(given, self._per_row.get(options, ()), strict=False):
+        for one, has_rows in zip(given, self._per_row.find(options, ()), strict=False):
             if has_rows is not False:
                 kind, shape, *rest = one
                 if shape[: len(lead)] != lead if has_rows else not (shape and shape[0]):
@@ -230,24 +245,14 @@ class Plans(Generic[PlanType]):
             signature.append(one)
         return tuple(signature) if len(signature) == len(key) else None
 
-    def _keep(self, kept: dict[Hashable, Any], most: int, key: Hashable, value: Any) -> None:
-        """Store a value in `kept`. If `kept` has `most` values, the oldest quarter is dropped first."""
-        with self._lock:
-            if len(kept) >= most:
-                for old in list(kept)[: most // 4]:
-                    del kept[old]
-            kept[key] = value
-
     def forget(self) -> None:
         """Drop all plans of the operator."""
+        super().forget()
         with self._lock:
-            self._plans.clear()
             self._guarded.clear()
-            self._per_row.clear()
-            self._resizable.clear()
 
 
 def forget_plans() -> None:
-    """Drop the plans of all operators, so that their next calls choose kernels anew."""
-    for plans in _all_plans:
-        plans.forget()
+    """Drop the plans of all operators and what else is `Kept`, so that their next calls choose kernels anew."""
+    for kept in list(_all_kept):
+        kept.forget()
