@@ -6,6 +6,7 @@ No code under test is used.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ def values(data: Tensor, scale: Tensor) -> Tensor:
     return NUMBERS[halves] * powers.repeat_interleave(BLOCK, dim=-1)
 
 
-def bytes_of_word(word: int) -> list[int]:
-    """Return the four checkpoint bytes that a kernel's word holds.
+def bytes_of_word(word: Any) -> list[Any]:
+    """Return the four checkpoint bytes that a kernel's word holds, an unsigned int or a tensor of such.
 
     They are read from the bits of the bfloat16 numbers to which the kernel decodes the word.
     """
@@ -50,14 +51,10 @@ def bytes_of_words(words: Tensor) -> Tensor:
     Word j of a block has bytes j, 4 + j, 8 + j and 12 + j; in blocks 2 and 3 of each four, the last two of these come
     first.
     """
-    *lead, count = words.shape
-    result = torch.empty(*lead, count // 4, 4, 4, dtype=torch.uint8)
-    rows, target = words.cpu().reshape(-1, count // 4, 4), result.view(-1, count // 4, 4, 4)
-    for row, blocks in enumerate(rows.tolist()):
-        for block, four in enumerate(blocks):
-            of_words = torch.tensor([bytes_of_word(word & WORD) for word in four], dtype=torch.uint8)
-            target[row, block] = of_words.mT.roll(2 if block % 4 >= 2 else 0, dims=0)
-    return result.flatten(-3)
+    of_words = torch.stack(bytes_of_word(words.cpu().long() & WORD), dim=-1).to(torch.uint8)
+    blocks = of_words.unflatten(-2, (-1, 4)).mT
+    turns = torch.arange(blocks.shape[-3]) % 4 >= 2
+    return torch.where(turns[:, None, None], blocks.roll(2, dims=-2), blocks).flatten(-3)
 
 
 def quantized_block(block: list[float]) -> tuple[list[int], int]:

@@ -263,7 +263,7 @@ def span_of(matrix: Tensor) -> int:
 
 def spans_too_much(matrix: Tensor) -> bool:
     """Return True if a matrix has more than MAX_SPAN bytes from its first row to its end."""
-    return isinstance(matrix.shape[0], int) and span_of(matrix) > MAX_SPAN
+    return matrix.dim() > 0 and isinstance(matrix.shape[0], int) and span_of(matrix) > MAX_SPAN
 
 
 def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
