@@ -51,7 +51,7 @@ test-serving:
 # The whole table: every kernel compiles, none spills or waits, and a sample compiled again has the same device code.
 test-bundle: $(TESTABLE)
 	$(BUILD) --profile full
-	$(BIN)/python -m pytest -q -m bundle $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m bundle $(ARGS)
 
 # Every function of two architectures, emulated on the CPU: about 18 minutes of one core once all is compiled, nine of two;
 # the first time, with some 900 stages to compile, far longer. Only files that have such tests are collected, and the

@@ -12,14 +12,15 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import early, wait_for_earlier
+from ..device.warps import WARP
 from ..schedule.groups import Groups, last_row_end
 from ..specs import BackwardCleanupSpec
 from ..tracing import DTYPES, Traced, traced
 
 THREADS = 256
-WARP = 32
 VECTOR = 8  # 16-bit elements of one 16-byte store
 LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B has 112
 
@@ -67,7 +68,7 @@ class FinishBackward(Invariant):
 
     @cute.jit
     def launch(self, matrix: Rows, sums: RowSums, groups: Groups, num_sms: Int32, stream: cuda.CUstream):
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(matrix, sums, groups).launch(
             grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=early(True)
         )

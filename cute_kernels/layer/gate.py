@@ -23,6 +23,7 @@ from .. import activation as act
 from ..activation import ActivationParams
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.vectors import elements, floats, load_vector, store_vector
 from ..specs import BLOCK_ROWS, GATED, KINDS, LAYOUTS, UNGATED, LayerSpec
@@ -43,7 +44,7 @@ class _Gate(Invariant):
         self.count = elements(self.dtype)
 
     def _launch(self, arguments: tuple, tokens: Int32, stream: cuda.CUstream) -> None:
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(*arguments).launch(grid=(tokens, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:

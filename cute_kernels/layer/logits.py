@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import let_next_begin
 from ..device.vectors import elements, floats, load_params, load_vector, store_param
 from ..device.warps import WARP
@@ -45,7 +46,7 @@ class Logits(Invariant):
         bias_form: Int32, tokens: Int32, width: Int32, experts: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(x, weight, weight_bias, logits, forms, weight_form, bias_form, tokens, width).launch(
                 grid=(experts, cute.ceil_div(tokens, TOKENS), 1), block=(THREADS, 1, 1), stream=stream
             )

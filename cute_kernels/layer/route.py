@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.warps import WARP
 from ..specs import PARAM_FORMS, LayerSpec
@@ -38,7 +39,7 @@ class _Chunks(Invariant):
     kernel: Any
 
     def _launch(self, arguments: tuple, tokens: Int32, chunk: Int32, stream: cuda.CUstream, position: Int32) -> None:
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(*arguments, tokens, chunk).launch(
             grid=(cute.ceil_div(tokens, chunk), 1, 1),
             block=(THREADS, 1, 1),

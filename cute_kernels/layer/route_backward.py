@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.vectors import load_params, store_param
 from ..device.warps import WARP
@@ -48,7 +49,7 @@ class RouteBackward(Invariant):
         k: Int32, score: Int32, normalize: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(
                 d_weights, logits, ids, d_logits, forms, tokens, experts, k, score, normalize, scale
             ).launch(grid=(cute.ceil_div(tokens, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream)  # fmt: skip

@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.vectors import elements, floats, load_vector, store_vector
@@ -56,7 +57,7 @@ class _Rows(Invariant):
             width: H, columns of a token.
         """
         vectors = width // elements(self.dtype)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(*arguments, k, vectors).launch(
             grid=(tokens, cute.ceil_div(vectors, VECTORS), 1),
             block=(VECTORS, 1, 1),
@@ -159,7 +160,7 @@ class RowWeightsBackward(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(d_rows, row_of, d_weights, tokens * k, bound).launch(
                 grid=(cute.ceil_div(tokens * k, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
             )

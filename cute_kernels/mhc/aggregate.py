@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import is_for_hopper_alone
 from ..device.vectors import elements, floats, load_params, load_vector, store_param, store_vector
 from ..specs import MhcSpec
@@ -46,7 +47,7 @@ class Aggregate(Invariant):
     ):  # fmt: skip
         if tokens > 0:
             vectors = width // elements(self.dtype)
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
                 grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
                 block=(FORWARD_THREADS, 1, 1),
@@ -101,7 +102,7 @@ class AggregateBackward(Invariant):
         width: Int32, num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(d_out, x, h_pre, d_x, d_h_pre, forms, width // elements(self.dtype)).launch(
                 grid=(tokens, 1, 1),
                 block=(BACKWARD_THREADS, 1, 1),

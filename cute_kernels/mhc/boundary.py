@@ -37,10 +37,12 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..device.gmem import bytes_if, copy_chunk, vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import let_next_begin, smem_of_cta
 from ..device.vectors import VECTOR_BYTES, dtype_code, load_params, shared_at
 from ..device.warp_mma import WarpMma
+from ..device.warps import WARP
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy, stage_after, stage_before
@@ -57,7 +59,7 @@ from .boundary_shapes import (
     tiles_of,
 )
 from .shapes import TOKEN_TILE, outputs
-from .slice_tile import APART, COLUMNS, LANES, PAIR_WORDS, WORDS, SliceTile
+from .slice_tile import APART, COLUMNS, PAIR_WORDS, WORDS, SliceTile
 from .split import rest_scale, split
 
 LANES_PER_ROW = 4  # of an operand
@@ -123,7 +125,7 @@ class Boundary(Invariant):
         self.steps = self.outputs // 8
         self.pitch = coefficient_floats(n)
         self.cta = slice_cta(n, smem_of_cta() - RESERVED_BYTES)
-        self.threads = self.cta.warps * LANES
+        self.threads = self.cta.warps * WARP
         self.tile = SliceTile(dtype, n, self.cta, n + 1, TOKEN_TILE * self.pitch)
         self.sums = tile_sums(n)
         self.finish = BoundaryFinish(f"{name}_finish", dtype, n)
@@ -143,7 +145,7 @@ class Boundary(Invariant):
             if x == 0:
                 u = workspace + mix_place(self.n, Int64(slices), tokens) * 4
             given = Given(y, streams, pre, post, comb, new_streams, u, tokens, width)
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(given, weight, dtype_code(forms, 0), workspace).launch(
                 grid=(slices, parts, 1),
                 block=(self.threads, 1, 1),

@@ -43,8 +43,10 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import copy_chunk, offset_by
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, let_next_begin, smem_of_cta, wait_for_earlier
 from ..device.vectors import VECTOR_BYTES, dtype_code, load_params
+from ..device.warps import WARP
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy, stage_after, stage_before
@@ -56,7 +58,7 @@ from .boundary_sums import BoundarySums, Leaves
 from .boundary_tile import BoundaryTile
 from .boundary_tokens import BoundaryTokens, TokenInputs
 from .gates_backward import GateRows
-from .slice_tile import LANES, WORDS
+from .slice_tile import WORDS
 
 
 class Given(NamedTuple):
@@ -121,7 +123,7 @@ class BoundaryBackward(Invariant):
         self.dtype = dtype
         self.n = n
         self.cta = slice_cta(n, smem_of_cta() - RESERVED_BYTES)
-        self.threads = self.cta.warps * LANES
+        self.threads = self.cta.warps * WARP
         self.tile = BoundaryTile(dtype, n, self.cta)
         self.columns = BoundaryColumns(self.tile)
         self.sums = BoundarySums(self.tile)
@@ -146,7 +148,7 @@ class BoundaryBackward(Invariant):
             self.first.launch(of_tokens, at[0], at[1], tokens, width, token_ctas, iters, eps, stream)
             given = Given(streams, d_new_streams, y, d_x, at[0], tokens, width)
             parameters = Parameters(weight, dtype_code(forms, 0), norm_weight, dtype_code(forms, 3))
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(given, Results(d_streams, d_y), parameters, Leaves(at[2], at[3], at[4])).launch(
                 grid=(slices_of(self.cta, width), parts, 1),
                 block=(self.threads, 1, 1),

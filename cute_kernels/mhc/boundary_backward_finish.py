@@ -24,14 +24,15 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import run_at, store_param
+from ..device.warps import WARP
 from .boundary_shapes import WARP_COLUMNS, SliceCta, slices_of
 from .boundary_sums import FRAGMENT, fragment
 from .gates_backward import GateRows, GateSums
 from .shapes import outputs
 
-LANES = 32
 READS = 8
 
 
@@ -70,7 +71,7 @@ class BoundaryBackwardFinish(Invariant):
         self.n = n
         self.cta = cta
         self.outputs = outputs(n)
-        self.threads = cta.warps * LANES
+        self.threads = cta.warps * WARP
         self.fragments = self.outputs // 8 * n
         self.gates = GateSums(n, cta.warps)
 
@@ -92,7 +93,7 @@ class BoundaryBackwardFinish(Invariant):
         cut = Cut(slices_of(self.cta, width), parts)
         of_tokens = Int32(cute.ceil_div(Int64(tokens) * self.outputs, self.threads))
         of_slices = cut.slices * (self.fragments + 1)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(sums, rows, finished, cut, tokens, width).launch(
             grid=(of_tokens + of_slices + 1, 1, 1),
             block=(self.threads, 1, 1),
@@ -137,14 +138,14 @@ class BoundaryBackwardFinish(Invariant):
             width: D.
         """
         thread, _, _ = cute.arch.thread_idx()
-        lane, steps = thread % LANES, self.outputs // 8
+        lane, steps = thread % WARP, self.outputs // 8
         total = cute.make_rmem_tensor(FRAGMENT, Float32)
         total.fill(0.0)
         for part in cutlass.range(cut.parts, unroll=4):
             number = (part * cut.slices + slice_) * self.fragments + index
             total.store(total.load() + fragment(weights, self.cta.warps, number).load())
         for k in cutlass.range_constexpr(FRAGMENT):
-            column = slice_ * self.cta.columns + thread // LANES * WARP_COLUMNS + k // 2 * 8 + lane // 4
+            column = slice_ * self.cta.columns + thread // WARP * WARP_COLUMNS + k // 2 * 8 + lane // 4
             output = index % steps * 8 + lane % 4 * 2 + k % 2
             if column < width:
                 at = Int64(output) * (width * self.n) + (index // steps * width + column)

@@ -20,15 +20,17 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import elements, floats, load_params, load_vector, store_vector
+from ..device.warps import WARP
 from .balance import Balance
 from .boundary_shapes import STATS, tile_sums, tiles_of
-from .gates import LANES, sigmoid
+from .gates import sigmoid
 from .shapes import TOKEN_TILE, outputs
 
 THREADS = 128
-FINISH_WARPS = THREADS // LANES
+FINISH_WARPS = THREADS // WARP
 READS = 8
 """Number of slices whose sums a warp loads before it adds the first."""
 
@@ -112,7 +114,7 @@ class BoundaryFinish(Invariant):
 
     def smem_bytes(self, width: Int32) -> int | Int32:
         """Return a CTA's bytes of shared memory, which hold each warp's sums. width: D."""
-        return FINISH_WARPS * LANES * 4
+        return FINISH_WARPS * WARP * 4
 
     @cute.jit
     def launch(
@@ -129,7 +131,7 @@ class BoundaryFinish(Invariant):
             epsilons: rms_eps, eps and norm_eps.
             width: D.
         """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(partials, gates, finished, tokens, width, iters, epsilons).launch(
             grid=(tokens, 1, 1),
             block=(THREADS, 1, 1),
@@ -145,10 +147,10 @@ class BoundaryFinish(Invariant):
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
-        lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
+        lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
         rms_eps, eps, norm_eps = epsilons
         wait_for_earlier()
-        sums = cute.make_tensor(cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((LANES, FINISH_WARPS)))
+        sums = cute.make_tensor(cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((WARP, FINISH_WARPS)))
         sums[lane, warp] = self._sum(partials, tokens, token, warp, lane)
         cute.arch.sync_threads()
         total = Float32(0.0)

@@ -20,11 +20,11 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from ..device.gmem import UNBOUNDED, vector_at
 from ..device.select import select
 from ..device.vectors import VECTOR_BYTES, elements, floats, load_params, load_vector, run_at, store_vector
+from ..device.warps import WARP
 from ..quantize.e4m3 import to_e4m3
 from ..quantize.scales import Magnitudes, exponent_of, multiplier_of
 from .boundary_finish import FINISH_WARPS, THREADS, BoundaryFinish, Finished
 from .boundary_shapes import SCALE_COLUMNS, WIDE_COLUMNS
-from .gates import LANES
 
 READS = 4
 """Vectors of u that a thread loads before it uses the first."""
@@ -56,7 +56,7 @@ class FinishInMxfp8(BoundaryFinish):
         thread, _, _ = cute.arch.thread_idx()
         vectors = width // self.count
         sums = cute.arch.get_dyn_smem(Float32, alignment=16)
-        after_sums = cute.recast_ptr(sums + LANES * FINISH_WARPS, dtype=Uint8)
+        after_sums = cute.recast_ptr(sums + WARP * FINISH_WARPS, dtype=Uint8)
         scales = cute.make_tensor(after_sums, cute.make_layout(UNBOUNDED))
         for first in cutlass.range(0, vectors, THREADS * READS, unroll=1):
             mixes = [cute.make_rmem_tensor(self.count, self.dtype) for _ in range(READS)]

@@ -17,11 +17,12 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.vectors import run_at
 from ..device.warp_mma import WarpMma, read_matrices
+from ..device.warps import WARP
 from .boundary_shapes import WARP_COLUMNS
 from .boundary_tile import BoundaryTile
 from .dp_blocks import dp_words
 from .shapes import TOKEN_TILE, outputs
-from .slice_tile import APART, COLUMNS, LANES, WORDS
+from .slice_tile import APART, COLUMNS, WORDS
 from .split import add_split
 
 FRAGMENT = 4  # registers of an MMA's result
@@ -215,8 +216,8 @@ class BoundarySums(Invariant):
                 for bit in cutlass.range_constexpr(2, 5):
                     total = total + cute.arch.shuffle_sync_bfly(total, 1 << bit)
                 of_norm[i] = total
-            if thread % LANES < LANES // 8:
-                column = self.tile.warp() * WARP_COLUMNS + thread % LANES * COLUMNS
+            if thread % WARP < WARP // 8:
+                column = self.tile.warp() * WARP_COLUMNS + thread % WARP * COLUMNS
                 first = Int64(number) * self.tile.columns + column
                 run_at(Float32, leaves.norms, first, COLUMNS).store(of_norm.load())
 
@@ -233,4 +234,4 @@ def fragment(sums: Int64, warps: int, number: Int32) -> cute.Tensor:
         number: the CTA's index times (fragments of a CTA), plus the fragment's index in the CTA.
     """
     thread, _, _ = cute.arch.thread_idx()
-    return run_at(Float32, sums, (Int64(number) * (warps * LANES) + thread) * FRAGMENT, FRAGMENT)
+    return run_at(Float32, sums, (Int64(number) * (warps * WARP) + thread) * FRAGMENT, FRAGMENT)

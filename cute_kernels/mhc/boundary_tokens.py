@@ -27,9 +27,11 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import let_next_begin
 from ..device.vectors import dtype_code, elements, floats, load_params, load_vector
+from ..device.warps import WARP
 from .balance import Balance
 from .boundary_backward_shapes import TOKEN_WARPS, TOKENS_OF_A_WARP, block_bytes, coefficient_floats, dp_bytes
 from .boundary_finish import gate_argument
@@ -39,9 +41,8 @@ from .gates import sigmoid
 from .shapes import TOKEN_TILE, outputs
 from .split import split
 
-LANES = 32
-HALF = LANES // TOKENS_OF_A_WARP
-THREADS = TOKEN_WARPS * LANES
+HALF = WARP // TOKENS_OF_A_WARP
+THREADS = TOKEN_WARPS * WARP
 
 
 class TokenInputs(NamedTuple):
@@ -105,8 +106,8 @@ class BoundaryTokens(Invariant):
         self, given: TokenInputs, blocks: Int64, rows: Int64, tokens: Int32, width: Int32, ctas: Int32, iters: Int32,
         eps: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
-        steps = iters * (2 * LANES * 4 * TOKEN_WARPS)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        steps = iters * (2 * WARP * 4 * TOKEN_WARPS)
+        name_kernel(self.kernel, self.name)
         self.kernel(given, blocks, rows, tokens, width, iters, eps).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -124,14 +125,14 @@ class BoundaryTokens(Invariant):
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         let_next_begin()
-        warp = cute.arch.make_warp_uniform(thread // LANES)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
         sums = cute.arch.get_dyn_smem(Float32, alignment=16)
-        steps = sums + 2 * self.outputs * TOKEN_WARPS + warp * (iters * (2 * LANES))
-        kept = cute.make_tensor(steps, cute.make_layout((LANES, 2, iters)))
+        steps = sums + 2 * self.outputs * TOKEN_WARPS + warp * (iters * (2 * WARP))
+        kept = cute.make_tensor(steps, cute.make_layout((WARP, 2, iters)))
         gates = self._lane_gates(given)
         pairs = cute.ceil_div(tokens, TOKEN_TILE) * (TOKEN_TILE // TOKENS_OF_A_WARP)
         for pair in cutlass.range(block * TOKEN_WARPS + warp, pairs, grid * TOKEN_WARPS):
-            token = pair * TOKENS_OF_A_WARP + thread % LANES // HALF
+            token = pair * TOKENS_OF_A_WARP + thread % WARP // HALF
             of_mix = self._product(given, pair, tokens, width)
             self._token(given, gates, blocks, token, tokens, width, of_mix, iters, eps, kept)
         self._leave_sums(gates, sums, rows)
@@ -168,7 +169,7 @@ class BoundaryTokens(Invariant):
         sums = cute.make_rmem_tensor(TOKENS_OF_A_WARP, Float32)
         sums.fill(0.0)
         if given.d_x != 0:
-            for vector in cutlass.range(lane, vectors, LANES, unroll=4):
+            for vector in cutlass.range(lane, vectors, WARP, unroll=4):
                 at = [
                     Int64(cutlass.min(pair * TOKENS_OF_A_WARP + one, tokens - 1)) * vectors + vector
                     for one in range(TOKENS_OF_A_WARP)
@@ -295,12 +296,12 @@ class BoundaryTokens(Invariant):
         """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        warp, element = thread // LANES, self._element()
+        warp, element = thread // WARP, self._element()
         by_warp = cute.make_tensor(sums, cute.make_layout((2 * self.outputs, TOKEN_WARPS)))
         for kind in cutlass.range_constexpr(2):
             values = gates.of_scale if kind else gates.of_base
             totals = [values[i] + cute.arch.shuffle_sync_bfly(values[i], HALF) for i in range(2)]
-            if thread % LANES < HALF:
+            if thread % WARP < HALF:
                 by_warp[kind * self.outputs + 2 * self.n + element, warp] = totals[0]
                 if element < 2 * self.n:
                     by_warp[kind * self.outputs + element, warp] = totals[1]

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.vectors import store_param
 from .token_sums import TokenSums
 
@@ -33,7 +34,7 @@ class ColumnSums(Invariant):
 
     @cute.jit
     def launch(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(partials, rows, columns, out, code).launch(
             grid=(cute.ceil_div(columns, COLUMNS), 1, 1),
             block=(THREADS, 1, 1),

@@ -22,11 +22,12 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import dtype_code, load_params
+from ..device.warps import WARP
 from .shapes import GATE_WARPS, outputs
 
-LANES = 32
 FINISH_CTAS_PER_SM = 8
 # Partial sums that a thread reads at a time.
 FINISH_READS = 12
@@ -78,12 +79,12 @@ class LaneParams(NamedTuple):
 @cute.jit
 def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
     """Load the alpha and the bias of each output that this lane handles. An output is an element of p = x weight^T."""
-    rounds = cute.ceil_div(outputs(n), LANES)
+    rounds = cute.ceil_div(outputs(n), WARP)
     alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
     alphas.fill(0.0)
     biases.fill(0.0)
     for i in cutlass.range_constexpr(rounds):
-        k = cute.arch.lane_idx() + LANES * i
+        k = cute.arch.lane_idx() + WARP * i
         if k < outputs(n):
             alphas[i] = alpha_of(gates, k, n)
             biases[i] = load_params(gates.bias, dtype_code(gates.forms, 2), Int64(k), 1)[0]
@@ -113,9 +114,9 @@ class ProjectFinish(Invariant):
             columns: number of columns of x: n streams times their columns.
         """
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(sums, gates, results, tokens, columns).launch(
-            grid=(ctas, 1, 1), block=(GATE_WARPS * LANES, 1, 1), stream=stream, use_pdl=early(True)
+            grid=(ctas, 1, 1), block=(GATE_WARPS * WARP, 1, 1), stream=stream, use_pdl=early(True)
         )
 
     @cute.kernel
@@ -127,11 +128,11 @@ class ProjectFinish(Invariant):
         h_pre, h_post, h_res, stats = results
         n, lane = self.n, cute.arch.lane_idx()
         params = lane_params(gates, n)
-        first = block * GATE_WARPS + cute.arch.make_warp_uniform(thread // LANES)
+        first = block * GATE_WARPS + cute.arch.make_warp_uniform(thread // WARP)
         wait_for_earlier()
         for token in cutlass.range(first, tokens, grid * GATE_WARPS):
             square = Float32(0.0)
-            for first_part in cutlass.range(0, slices, LANES):
+            for first_part in cutlass.range(0, slices, WARP):
                 if first_part + lane < slices:
                     square += vector_at(Float32, squares)[Int64(first_part + lane) * tokens + token]
             p = cute.make_rmem_tensor(cute.size(params.alphas), Float32)
@@ -143,7 +144,7 @@ class ProjectFinish(Invariant):
             r = 1.0 / (rms + gates.eps)
             at = Int64(token)
             for i in cutlass.range_constexpr(cute.size(p)):
-                k = lane + LANES * i
+                k = lane + WARP * i
                 z = p[i] * r * params.alphas[i] + params.biases[i]
                 if k < n:
                     vector_at(Float32, h_pre)[at * n + k] = sigmoid(z)
@@ -174,7 +175,7 @@ class ProjectFinish(Invariant):
         for j in cutlass.range_constexpr(FINISH_READS):
             row = (Int64(cutlass.min(first + j, slices - 1)) * tokens + token) * self.outputs
             for i in cutlass.range_constexpr(cute.size(p)):
-                k = cutlass.min(cute.arch.lane_idx() + LANES * i, self.outputs - 1)
+                k = cutlass.min(cute.arch.lane_idx() + WARP * i, self.outputs - 1)
                 raw[i, j] = vector_at(Float32, products)[row + k]
         for j in cutlass.range_constexpr(FINISH_READS):
             if first + j < slices:

@@ -15,9 +15,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import early, let_next_begin, wait_for_earlier
-from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
+from ..device.warps import WARP
+from .gates import Gates, LaneParams, lane_params, sigmoid
 from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
 from .split import split
 
@@ -93,7 +95,7 @@ class GatesBackward(Invariant):
         # 8 streams' batch needs more registers than two CTAs have.
         self.ctas_per_sm = GATE_CTAS_PER_SM if n < 8 else 1
         self.outputs = outputs(n)
-        self.rounds = -(-self.outputs // LANES)
+        self.rounds = -(-self.outputs // WARP)
         self.in_blocks = dtype.width == 16
 
     @cute.jit
@@ -111,11 +113,11 @@ class GatesBackward(Invariant):
             columns: number of columns of x: n streams times their columns.
             ctas: number of CTAs (`shapes.gate_ctas`).
         """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(inputs, gates, places, parts, tokens, columns).launch(
             grid=(ctas, 1, 1),
-            block=(GATE_BACKWARD_WARPS * LANES, 1, 1),
-            smem=2 * self.rounds * LANES * GATE_BACKWARD_WARPS * 4,
+            block=(GATE_BACKWARD_WARPS * WARP, 1, 1),
+            smem=2 * self.rounds * WARP * GATE_BACKWARD_WARPS * 4,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=self.carveout,
             stream=stream,
@@ -134,7 +136,7 @@ class GatesBackward(Invariant):
         wait_for_earlier()
         let_next_begin()
         products, pairs, norms, sums = places
-        warp = cute.arch.make_warp_uniform(thread // LANES)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
         first, step = block * GATE_BACKWARD_WARPS + warp, grid * GATE_BACKWARD_WARPS
         batches = cute.ceil_div(tokens, TOKEN_TILE) * (TOKEN_TILE // GATE_BATCH)
         p, d = (cute.make_rmem_tensor((GATE_BATCH, self.rounds), Float32) for _ in range(2))
@@ -156,7 +158,7 @@ class GatesBackward(Invariant):
     def _gradients(self, inputs: GateInputs) -> LaneGradients:
         n, lane, made = self.n, cute.arch.lane_idx(), []
         for i in range(self.rounds):
-            k = lane + LANES * i
+            k = lane + WARP * i
             is_pre, is_post = k < n, k < 2 * n
             source = select(is_pre, inputs.d_pre, select(is_post, inputs.d_post, inputs.d_res))
             place = select(is_pre, k, select(is_post, k - n, k - 2 * n))
@@ -181,7 +183,7 @@ class GatesBackward(Invariant):
             token = Int64(cutlass.min(index * GATE_BATCH + j, tokens - 1))
             row = stats + token * row_bytes
             for i in cutlass.range_constexpr(self.rounds):
-                k = cutlass.min(lane + LANES * i, self.outputs - 1)
+                k = cutlass.min(lane + WARP * i, self.outputs - 1)
                 batch.p[j, i] = vector_at(Float32, row)[k]
                 # For an absent gradient, load the row of stats and ignore it: a branch around the load would delay the
                 # other loads.
@@ -264,7 +266,7 @@ class GatesBackward(Invariant):
                 place = block + parts * part_bytes + token % TOKEN_TILE * 4
             vector_at(Float32, place)[lane] = norm
         for i in cutlass.range_constexpr(self.rounds):
-            k = lane + LANES * i
+            k = lane + WARP * i
             if k < self.outputs:
                 if const_expr(self.in_blocks):
                     near, rest = split(d[None, i], self.dtype)
@@ -304,14 +306,14 @@ class GatesBackward(Invariant):
         """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        places = self.rounds * LANES
+        places = self.rounds * WARP
         smem = cute.make_tensor(
             cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((2 * places, GATE_BACKWARD_WARPS))
         )
         for i in cutlass.range_constexpr(self.rounds):
-            at = thread % LANES + LANES * i
-            smem[at, thread // LANES] = of_bias[i]
-            smem[at + places, thread // LANES] = of_alpha[i]
+            at = thread % WARP + WARP * i
+            smem[at, thread // WARP] = of_bias[i]
+            smem[at + places, thread // WARP] = of_alpha[i]
         cute.arch.sync_threads()
         if thread < 2 * self.outputs:
             at = thread
@@ -348,11 +350,11 @@ class GateSums(Invariant):
         self.n = n
         self.outputs = outputs(n)
         self.warps = warps
-        self.rounds = -(-2 * self.outputs // LANES)
+        self.rounds = -(-2 * self.outputs // WARP)
 
     @property
     def smem_bytes(self) -> int:
-        return self.rounds * LANES * self.warps * 4
+        return self.rounds * WARP * self.warps * 4
 
     @cute.jit
     def add(self, given: GateRows):
@@ -360,7 +362,7 @@ class GateSums(Invariant):
         memory."""
         rows, count, out = given
         thread, _, _ = cute.arch.thread_idx()
-        lane, warp, width = thread % LANES, thread // LANES, 2 * self.outputs
+        lane, warp, width = thread % WARP, thread // WARP, 2 * self.outputs
         totals = cute.make_rmem_tensor(self.rounds, Float32)
         totals.fill(0.0)
         raw = cute.make_rmem_tensor((self.READS, self.rounds), Float32)
@@ -369,21 +371,21 @@ class GateSums(Invariant):
             for read in cutlass.range_constexpr(self.READS):
                 row = cutlass.min(first + read * self.warps, count - 1)
                 for i in cutlass.range_constexpr(self.rounds):
-                    k = cutlass.min(lane + LANES * i, width - 1)
+                    k = cutlass.min(lane + WARP * i, width - 1)
                     raw[read, i] = vector_at(Float32, rows)[Int64(row) * width + k]
             for read in cutlass.range_constexpr(self.READS):
                 if first + read * self.warps < count:
                     for i in cutlass.range_constexpr(self.rounds):
                         totals[i] += raw[read, i]
         smem = cute.make_tensor(
-            cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((self.rounds * LANES, self.warps))
+            cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((self.rounds * WARP, self.warps))
         )
         for i in cutlass.range_constexpr(self.rounds):
-            smem[lane + LANES * i, warp] = totals[i]
+            smem[lane + WARP * i, warp] = totals[i]
         cute.arch.sync_threads()
         if warp == 0:
             for i in cutlass.range_constexpr(self.rounds):
-                k, total = lane + LANES * i, Float32(0.0)
+                k, total = lane + WARP * i, Float32(0.0)
                 for w in cutlass.range_constexpr(self.warps):
                     total += smem[k, w]
                 smem[k, 0] = total

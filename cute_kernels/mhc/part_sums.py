@@ -8,11 +8,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import run_at, store_params
+from ..device.warps import WARP
 from .gates_backward import GateRows, GateSums
-
-LANES = 32
 
 
 class PartSums(Invariant):
@@ -43,10 +43,10 @@ class PartSums(Invariant):
             code: the dtype of out.
             rows: the gates' partial sums over tokens, and where the gradients of bias and alphas go.
         """
-        ctas, threads = Int32(0), self.WARPS * LANES
+        ctas, threads = Int32(0), self.WARPS * WARP
         if out != 0:
             ctas = cute.ceil_div(size, threads * self.RUN)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(partials, parts, size, out, code, rows).launch(
             grid=(ctas + 1, 1, 1),
             block=(threads, 1, 1),
@@ -60,7 +60,7 @@ class PartSums(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        first = (block * (self.WARPS * LANES) + thread) * self.RUN
+        first = (block * (self.WARPS * WARP) + thread) * self.RUN
         wait_for_earlier()
         if block == blocks - 1:
             self.gate_sums.add(rows)

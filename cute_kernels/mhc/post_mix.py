@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import UNBOUNDED, vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import has_float_pairs, is_for_hopper_alone
 from ..device.vectors import (
     dtype_code,
@@ -100,7 +101,7 @@ class PostMix(Invariant):
         if tokens > 0:
             vectors = width // elements(self.dtype)
             total = Int64(tokens) * vectors
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(residual, h_res, h_post, x, bias, out, forms, transpose, total, vectors).launch(
                 grid=(cute.ceil_div(total, FORWARD_THREADS), 1, 1), block=(FORWARD_THREADS, 1, 1), stream=stream
             )
@@ -223,7 +224,7 @@ class PostMixBackward(Invariant):
             partials, smem = workspace, width * (Float32.width // 8)
         ctas = cutlass.min(tokens, num_sms * CTAS_PER_SM)
         if tokens > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(
                 d_out, residual, h_res, h_post, x, bias, Gradients(d_residual, d_h_res, d_h_post, d_x, partials),
                 forms, transpose, tokens, width // elements(self.dtype),

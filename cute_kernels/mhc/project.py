@@ -24,8 +24,10 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.vectors import F32, VECTOR_BYTES, dtype_code, elements, floats, load_params, run_at, shared_at
 from ..device.warp_mma import WarpMma, as_operands
+from ..device.warps import WARP
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy, stage_after, stage_before
@@ -40,7 +42,6 @@ from .shapes import (
     slice_capacity,
 )
 
-LANES = 32
 # In an MMA operand, four lanes share a row of a token tile, and each lane has two rows.
 LANES_PER_ROW = 4
 WORDS = VECTOR_BYTES // 4
@@ -126,12 +127,12 @@ class Project(Invariant):
         self.dtype = dtype
         self.n = n
         self.outputs = outputs(n)
-        self.smem_bytes, self.warps, self.threads = cta.smem, cta.warps, cta.warps * LANES
+        self.smem_bytes, self.warps, self.threads = cta.smem, cta.warps, cta.warps * WARP
         # reads: vectors in a step of each of a lane's two rows. copy_lanes: neighbouring lanes that copy one row's
         # bytes of a step.
         self.reads = cta.step_bytes // (LANES_PER_ROW * VECTOR_BYTES)
         self.copy_lanes = cta.step_bytes // VECTOR_BYTES
-        self.copy_rows = LANES // self.copy_lanes
+        self.copy_rows = WARP // self.copy_lanes
         self.step_words, self.stage_words = cta.step_bytes // 4, cta.stage_bytes // 4
         capacity = slice_capacity(cta, n, dtype.width // 8) * dtype.width // 8
         self.stages = ring_stages(n)
@@ -155,7 +156,7 @@ class Project(Invariant):
                 self.exact.launch(exact, slices, groups, stream)
             else:
                 problem = Projection(x, workspace, squares, tokens, columns, slice_columns, groups)
-                self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+                name_kernel(self.kernel, self.name)
                 self.kernel(problem, weight, code).launch(
                     grid=(slices, groups, 1),
                     block=(self.threads, 1, 1),
@@ -171,7 +172,7 @@ class Project(Invariant):
     def kernel(self, problem: Projection, weight: Int64, weight_code: Int32):
         thread, _, _ = cute.arch.thread_idx()
         _, group, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(thread // LANES)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
         tiles = cute.ceil_div(problem.tokens, TOKEN_TILE)
         ring = cute.arch.get_dyn_smem(Int32, alignment=128)
         mine, weights = ring + warp * (self.stages * self.stage_words), ring + self.ring_words

@@ -27,14 +27,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import is_for_hopper_alone
 from ..device.vectors import VECTOR_BYTES, elements, run_at, shared_at
 from ..device.warp_mma import WarpMma, as_operands
+from ..device.warps import WARP
 from .async_copy import AsyncCopy, stage_after, stage_before
 from .shapes import TOKEN_TILE, UNIT_TOKENS, ProjectCta, exact_ring, outputs
 from .split import rest_scale, split
 
-LANES = 32
 LANES_PER_ROW = 4  # lanes that share a row of an MMA operand
 WORDS = VECTOR_BYTES // 4
 UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
@@ -87,10 +88,10 @@ class ExactProducts(Invariant):
         self.name = name
         self.dtype = dtype
         self.outputs = outputs(n)
-        self.warps, self.threads = cta.warps, cta.warps * LANES
+        self.warps, self.threads = cta.warps, cta.warps * WARP
         self.step_words, self.step_vectors = cta.step_bytes // 4, cta.step_bytes // VECTOR_BYTES
         self.reads = self.step_vectors // LANES_PER_ROW
-        self.copy_rows = LANES // self.step_vectors
+        self.copy_rows = WARP // self.step_vectors
         self.copies = UNIT_TOKENS // self.copy_rows  # copies of a lane for a unit
         self.unit_words = UNIT_TOKENS * self.step_words
         self.units, self.stages = exact_ring(n)
@@ -111,7 +112,7 @@ class ExactProducts(Invariant):
     @cute.jit
     def launch(self, problem: ExactProjection, slices: Int32, groups: Int32, stream: cuda.CUstream):
         """Launch slices * groups CTAs: one for each pair of a slice of x's columns and a group of tokens."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(problem).launch(
             grid=(slices, groups, 1),
             block=(self.threads, 1, 1),
@@ -124,7 +125,7 @@ class ExactProducts(Invariant):
     def kernel(self, problem: ExactProjection):
         thread, _, _ = cute.arch.thread_idx()
         index, group, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(thread // LANES)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
         smem = cute.arch.get_dyn_smem(Int32, alignment=128)
         ring, slots = smem + warp * (self.stages * self.unit_words), smem + self.ring_words
         first = index * problem.slice_columns

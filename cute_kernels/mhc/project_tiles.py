@@ -35,9 +35,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.vectors import floats, load_params, run_at, shared_at
 from ..device.warp_mma import WarpMma, read_matrices
+from ..device.warps import WARP
 from .async_copy import AsyncCopy, stage_after, stage_before
 from .dp_blocks import BLOCK_WORDS, dp_words
 from .gates_backward import GateRows, GateSums
@@ -46,7 +48,6 @@ from .split import add_split, append_pairs
 from .tile_sums import TileSums
 from .warp_columns import VECTOR, Place
 
-LANES = 32
 WORDS = 4
 WORD_BYTES = 4
 SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # shared memory of an SM at most, and what each CTA takes besides its own
@@ -117,10 +118,10 @@ class TileGradients(Invariant):
         self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
         self.steps = outputs(n) // 8
         self.vectors = self.columns.vectors
-        self.copy_rows = LANES // self.vectors
+        self.copy_rows = WARP // self.vectors
         self.tile_words = TOKEN_TILE * self.vectors * WORDS
         self.block_words = block_bytes(n, self.parts) // WORD_BYTES
-        self.padded_words = -(-self.block_words // LANES) * LANES
+        self.padded_words = -(-self.block_words // WARP) * WARP
         # Each warp has its own stages of the streams. Stages of dp follow all rings: one set for all warps if these are
         # in step, otherwise one set for each warp.
         self.stage_words = self.tile_words * (3 if addends else 1)
@@ -150,11 +151,11 @@ class TileGradients(Invariant):
             weight, weight_code: the address of the weight [K, n C], and its dtype.
             parts: number of parts into which the tokens are divided.
         """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(streams, products, rows, weight, weight_code).launch(
             # One more CTA, after the last column's, adds the gates' sums.
             grid=(spread_blocks(self.n, 2, streams.width) + 1, parts, 1),
-            block=(SPREAD_WARPS * LANES, 1, 1),
+            block=(SPREAD_WARPS * WARP, 1, 1),
             smem=self.smem_bytes,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=self.carveout,
@@ -167,7 +168,7 @@ class TileGradients(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
         blocks, parts, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(thread // LANES)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
         smem = cute.arch.get_dyn_smem(Int32, alignment=128)
         ring = smem + warp * (self.stages * self.stage_words)
         dp = smem + self.stages * (SPREAD_WARPS * self.stage_words + warp % self.dp_warps * self.padded_words)
@@ -181,10 +182,10 @@ class TileGradients(Invariant):
             place = self.columns.place(index, streams.width)
             # This thread's index among the threads that copy a stage of dp (all warps with columns, or this warp), and
             # their count.
-            threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
+            threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * WARP
             copiers = (thread, threads)
             if const_expr(not self.in_step):
-                copiers = (thread % LANES, Int32(LANES))
+                copiers = (thread % WARP, Int32(WARP))
             tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
             per_part = cute.ceil_div(tiles, parts)
             first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)

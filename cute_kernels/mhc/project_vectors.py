@@ -32,14 +32,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.vectors import floats, load_params, run_at, shared_at
 from ..device.warp_mma import WarpMma, as_operands
+from ..device.warps import WARP
 from .project_tiles import Streams
 from .shapes import SPREAD_WARPS, TOKEN_TILE, outputs, spread_blocks, thread_columns
 from .split import split
 
-LANES = 32
-THREADS = SPREAD_WARPS * LANES
+THREADS = SPREAD_WARPS * WARP
 LANES_IN_ROW = 8
 # A lane has the tokens 2t + OFFSETS of a tile.
 OFFSETS = (0, 1, 8, 9)
@@ -97,7 +98,7 @@ class VectorGradients(Invariant):
             weight, weight_code: the address of the weight [K, n C], and its dtype.
             parts: number of parts into which the tokens are divided.
         """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(streams, products, weight, weight_code).launch(
             grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
             block=(THREADS, 1, 1),
@@ -112,7 +113,7 @@ class VectorGradients(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
-        warp, lane = cute.arch.make_warp_uniform(thread // LANES), cute.arch.lane_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
         # Neighbouring warps have the same columns of different streams, so that the data they share comes from the
         # cache.
         index = block * SPREAD_WARPS + warp

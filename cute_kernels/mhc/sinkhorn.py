@@ -28,6 +28,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import UNBOUNDED
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.vectors import load_params, store_params
 from ..specs import MhcSpec
@@ -237,7 +238,7 @@ class Sinkhorn(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if matrices > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(logits, out, forms, matrices, iters, eps).launch(
                 grid=(cute.ceil_div(matrices, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
             )
@@ -270,7 +271,7 @@ class SinkhornBackward(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if matrices > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             self.kernel(d_out, logits, d_logits, forms, matrices, iters, eps).launch(
                 grid=(cute.ceil_div(matrices, THREADS), 1, 1),
                 block=(THREADS, 1, 1),

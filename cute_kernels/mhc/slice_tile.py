@@ -22,10 +22,10 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from ..device.gmem import bytes_if, copy_chunk
 from ..device.invariant import Invariant
 from ..device.vectors import elements, floats, run_at, shared_at
+from ..device.warps import WARP
 from .boundary_shapes import ITEMSIZE, WARP_COLUMNS, SliceCta, tiles_of
 from .shapes import TOKEN_TILE
 
-LANES = 32
 WORDS = 4  # of a vector
 PAIR_WORDS = 2
 COLUMNS = 4  # of a lane, 8 bytes
@@ -102,7 +102,7 @@ class SliceTile(Invariant):
 
     def warp(self) -> Int32:
         thread, _, _ = cute.arch.thread_idx()
-        return cute.arch.make_warp_uniform(thread // LANES)
+        return cute.arch.make_warp_uniform(thread // WARP)
 
     def first_column(self) -> Int32:
         """Return the index of this lane's first column in the CTA's slice."""

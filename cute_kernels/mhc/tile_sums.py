@@ -16,13 +16,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import run_at, store_param
+from ..device.warps import WARP
 from .shapes import SPREAD_WARPS, outputs, spread_blocks
 from .warp_columns import VECTOR, WarpColumns
 
-LANES = 32
-THREADS = SPREAD_WARPS * LANES
+THREADS = SPREAD_WARPS * WARP
 FRAGMENT = 4
 PARTS = 4  # parts that are read at a time
 
@@ -76,7 +77,7 @@ class TileSums(Invariant):
             out, code: the address of d_weight and its dtype.
             width: C.
         """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(partials, parts, width, out, code).launch(
             grid=(spread_blocks(self.n, 2, width), self.count, 1),
             block=(THREADS, 1, 1),
@@ -89,7 +90,7 @@ class TileSums(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, index, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        warp = block * SPREAD_WARPS + thread // LANES
+        warp = block * SPREAD_WARPS + thread // WARP
         wait_for_earlier()
         if warp < self.columns.warps(width):
             total = cute.make_rmem_tensor(FRAGMENT, Float32)

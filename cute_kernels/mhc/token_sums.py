@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..device.invariant import Invariant
+from ..device.warps import WARP
 
-WARP = 32
 BUFFERS = 2
 ALIGNMENT = 16
 

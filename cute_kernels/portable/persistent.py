@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Uint8
 
 from ..device.gmem import CHUNK_BYTES
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.warps import last_lane
 from ..epilogue.fragments import TileShare
 from ..epilogue.sizes import ROWS, THREADS
@@ -104,7 +105,7 @@ class TileKernel(Invariant):
             stores: a `RowStore` (the address of an output tensor and its shape) for each output tensor.
         """
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(operands, stores, inputs, groups, grid).launch(
             grid=(num_sms * CTAS_PER_SM, 1, 1),
             block=(THREADS, 1, 1),

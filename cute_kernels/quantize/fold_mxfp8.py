@@ -29,7 +29,9 @@ from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
+from ..device.warps import WARP
 from ..formats import MXFP8
 from ..specs import FoldMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
@@ -37,7 +39,6 @@ from .scales import E8M0_INF, Magnitudes, exponent_of, multiplier_of
 from .tile import VECTOR_BYTES, WORDS
 
 BLOCK = MXFP8.block
-WARP = 32
 WARPS = 8
 THREADS = WARPS * WARP
 MIN_BLOCKS = 3  # CTAs of an SM: 24 warps, up to 4 KB of loads each; 80 registers a thread
@@ -152,7 +153,7 @@ class FoldRows(FoldMxfp8):
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
         """Launch the kernel. The number of warps for each row is a power of two: the least with which registers can
         hold the row, but at most 8."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         held = WARP * HELD * self.vector
         warps_a_row = Int32(1)
         for power in cutlass.range_constexpr(3):
@@ -295,7 +296,7 @@ class FoldColumns(FoldMxfp8):
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
         """Launch one CTA for each strip of 128 bytes of columns. CTAs of an expert have neighbouring indices, since
         they read the same pages of memory."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector) * w.shape[0]
         self.kernel(w, data, scale).launch(
             grid=(strips, 1, 1), block=(THREADS, 1, 1),

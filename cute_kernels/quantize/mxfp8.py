@@ -10,6 +10,7 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_e
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import is_for_hopper_alone, let_next_begin
 from .e4m3 import to_e4m3
@@ -88,7 +89,7 @@ class QuantizeMxfp8(Invariant):
             offs: the address of int32 [num_groups], the ends of groups; 0: no groups.
             layout: block size and order of the scales.
         """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
         self.kernel(x, outputs, offs, num_groups, layout).launch(
             grid=(tiles, 1, 1), block=(self.threads, 1, 1),

@@ -20,6 +20,7 @@ import cutlass.utils
 from cutlass import Int32, Int64, Uint8
 
 from ..device.gmem import vector_at
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.target import let_next_begin
 from ..device.warps import WARP, last_lane
@@ -62,7 +63,7 @@ class QuantizeGroups(QuantizeMxfp8):
 
         rows: the address of int32 [T], the index of the row of x for each row of the result; 0: rows of x lie in order.
         """
-        self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel_of_groups, self.name)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
         self.kernel_of_groups(x, data, scale, rows, groups).launch(
             grid=(tiles, 1, 1), block=(self.threads, 1, 1),

@@ -23,6 +23,7 @@ from cutlass import Float16, Float32, Int16, Int32, Int64, Uint8, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..device.warps import WARP
 from ..formats import MXFP4
@@ -62,7 +63,7 @@ class QuantizeMxfp4(Invariant):
     def __call__(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
         blocks = Int64(w.shape[0]) * (w.shape[1] // BLOCK)
         if blocks > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            name_kernel(self.kernel, self.name)
             ctas = Int32((blocks + (self.cta_blocks - 1)) // self.cta_blocks)
             addresses = (Int64(w.iterator.toint()), Int64(data.iterator.toint()), scale)
             self.kernel(*addresses, blocks).launch(

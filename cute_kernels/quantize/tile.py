@@ -9,12 +9,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 
+from ..device.warps import WARP
 from .scale_stores import BLOCK, QUARTERS, TILE, WORD_BYTES
 
 SECTOR_BYTES = 32
 VECTOR_BYTES = 16
 WORDS = VECTOR_BYTES // WORD_BYTES
-WARP = 32
 BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
 SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take at most 20 KB; loads in flight need the rest as cache
 

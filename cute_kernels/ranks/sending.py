@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.naming import name_kernel
 from ..device.vectors import VECTOR_BYTES, run_at
 from ..device.warps import WARP
 from ..specs import LayerSpec
@@ -136,7 +137,7 @@ class Send(Invariant):
     def _launch(self, arguments: tuple, parts: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
         wanted = cute.ceil_div(parts, WARPS)
         grid = cutlass.max(Int32(1), cutlass.min(wanted, num_sms * CTAS_OF_SM))
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        name_kernel(self.kernel, self.name)
         self.kernel(*arguments).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @staticmethod

@@ -63,6 +63,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
+from ..device.naming import name_kernel
 from ..device.select import select
 from ..epilogue.shape import KernelEpilogue, Smem
 from ..epilogue.sizes import THREADS
@@ -171,7 +172,7 @@ class PersistentGemm(GemmRoles):
         the call's first kernel writes the offs (`OFFS_OF_CALL`), the second kernel waits for it before it reads them;
         later kernels find them written.
         """
-        self._name_kernel()
+        name_kernel(self.kernel, self.name)
         is_there = (groups.encoding == OFFS_OF_CALL) & (position > 1)
         groups = groups._replace(encoding=select(is_there, Int32(OFFS_INT32), groups.encoding))
         self.kernel(operands, stores, inputs, groups, grid).launch(
@@ -183,13 +184,6 @@ class PersistentGemm(GemmRoles):
             stream=stream,
             use_pdl=Int32(position > 0),
         )
-
-    def _name_kernel(self) -> None:
-        """Name the kernel after its spec, for profilers.
-
-        The DSL's own name prefix is removed, since ptxas would treat the kernel as one of CUTLASS's.
-        """
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
         slots = self.shape.slots
@@ -272,6 +266,7 @@ class PersistentGemm(GemmRoles):
         # not write (weights), or has written before the wait above (group sizes).
         cute.arch.griddepcontrol_launch_dependents()
 
+        of_mma = (mainloop, operands, stores, inputs, groups, storage, staging, loads, sA, sB, stages, ring)
         if warpgroup == 0:
             if const_expr(self._redistributes):
                 cute.arch.setmaxregister_decrease(self._registers[0])
@@ -294,13 +289,9 @@ class PersistentGemm(GemmRoles):
                     rank = warpgroup - (1 + self.num_warpgroups)
                     self._decode_role(mainloop, operands, sB, storage.narrow, stages, ring, rank)
                 else:
-                    self._mma_warpgroup(
-                        mainloop, operands, stores, inputs, groups, storage, staging, loads, sA, sB, stages, ring
-                    )
+                    self._mma_warpgroup(*of_mma)
             else:
-                self._mma_warpgroup(
-                    mainloop, operands, stores, inputs, groups, storage, staging, loads, sA, sB, stages, ring
-                )
+                self._mma_warpgroup(*of_mma)
 
     def _mma_warpgroup(
         self, mainloop: Mainloop, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, storage: Any,

@@ -14,7 +14,7 @@ from ...memory.weights import ExpertAddress
 from ...schedule.work import WorkTile
 from .base import Operands, Source
 from .gathered_rows import NO_ROWS, arrive
-from .gemm import GemmMainloop
+from .gemm import GemmMainloop, Product
 
 
 class AdaptedMainloop(GemmMainloop):
@@ -64,10 +64,10 @@ class AdaptedMainloop(GemmMainloop):
         low, gathers = operands.extra[-1], None
         if const_expr(self.load_warp_gathers):
             gathers = operands.rows.address != 0
-        return self._load_from(
-            Source(low.atom_a, low.a, 1), Source(low.atom_b, low.b, 1), low.extra[0], sA, sB, stages, state, low.rows,
-            work, Int32(0), super().num_k_tiles(low, work), True, None, gathers,
-        )  # fmt: skip
+        of = Product(Source(low.atom_a, low.a, 1), Source(low.atom_b, low.b, 1), low.extra[0], low.rows)
+        boxes = self._boxes(of, work)
+        weights, x = self._loads(of, sA, sB, work, Int32(0), boxes, None)
+        return self._load_in_order(weights, x, boxes, stages, state, super().num_k_tiles(low, work), gathers)
 
     @cute.jit
     def gather(

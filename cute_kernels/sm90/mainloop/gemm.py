@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -72,6 +72,36 @@ class Weights(Invariant):
         return k_tile, lo, hi
 
 
+class Product(NamedTuple):
+    """A product x w^T of a tile, by the loads of its operands.
+
+    Attributes:
+        a: the load of rows of x.
+        b: the load of weights.
+        address: the offsets of the experts' weights.
+        rows: indices of x's rows.
+    """
+
+    a: Source
+    b: Source
+    address: ExpertAddress
+    rows: RowIndices
+
+
+class RowBoxes(NamedTuple):
+    """TMA boxes of a tile's rows of x.
+
+    Attributes:
+        source: their load.
+        smem: the boxes in shared memory, partitioned for TMA: (box's elements, box, _, stage).
+        memory: x in global memory, divided into boxes (`GemmMainloop.row_tiles`) and partitioned for TMA.
+    """
+
+    source: Source
+    smem: cute.Tensor
+    memory: cute.Tensor
+
+
 class GemmMainloop(WeightsFirst):
     """Mainloop that multiplies tile.m rows of x (operand A) by tile.n weight rows of an expert (B).
 
@@ -135,7 +165,7 @@ class GemmMainloop(WeightsFirst):
         share = share if self.load_warp_gathers else self.rows.half(rank)
         return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
 
-    def _row_sources(self, operands: Operands) -> tuple[Source, Source | None]:
+    def _row_sources(self, operands: Operands) -> tuple[Source, Any]:
         """Return two TMA loads of rows of x: one that multicasts if the CTAs of a cluster share rows, and one without
         multicast.
 
@@ -170,63 +200,86 @@ class GemmMainloop(WeightsFirst):
         address, *alone = operands.extra
         a_shared, a_alone = self._row_sources(operands)
         b_shared = Source(operands.atom_b, operands.b, self.tile.cluster_m)
-        tiles = (address, sA, sB, stages)
-        rest = (operands.rows, work, ahead, count, with_rows, policy)
+        rest = (sA, sB, stages, state, work, ahead, count, with_rows, policy)
         if const_expr(self.tile.adaptive):
             # If columns are paired, the CTAs share rows of A; else they share columns of B.
             atom, tensor = alone[0]
             b_alone = Source(atom, tensor, 1)
             if work.pairs_columns > 0:
-                state = self._load_from(a_shared, b_alone, *tiles, state, *rest)
+                state = self._load_from(Product(a_shared, b_alone, address, operands.rows), *rest)
             else:
-                state = self._load_from(a_alone, b_shared, *tiles, state, *rest)
+                state = self._load_from(Product(a_alone, b_shared, address, operands.rows), *rest)
         else:
-            state = self._load_from(a_shared, b_shared, *tiles, state, *rest)
+            state = self._load_from(Product(a_shared, b_shared, address, operands.rows), *rest)
         return state
 
     @cute.jit
     def _load_from(
-        self, a: Source, b: Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, rows: RowIndices, work: WorkTile,
-        ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
-        arrives: Boolean | None = None,
+        self, of: Product, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
+        with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """Fill `count` stages by the loads `a` (rows of x) and `b` (weights). Returns the advanced state.
+        """Fill `count` stages with weights and rows of x. Returns the advanced state.
+
+        If rows come by index and `load_warp_gathers`, this warp gathers rows, too.
 
         Args:
-            address: the offsets of the experts' weights.
+            of: the product whose operands are loaded.
             sA, sB: shared memory of all stages.
-            rows: indices of x's rows.
             ahead: number of stages that already have their weights.
             with_rows: True: load rows of x, too; False: load weights alone.
             policy: L2 policy of the weights' loads; None: the default.
-            arrives: None: the usual case: if rows come by index and `load_warp_gathers`, this warp gathers rows, too.
-                True or False: nothing is gathered, although the launch may have rows by index. With True, this warp's
-                lanes arrive at each stage, since the stage's barrier counts them as gathering lanes.
         """
-        tile = self.tile
-        boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
-        x_box, w_box = (tile.box_rows, tile.k), self.w_box
-        gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
-        tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
-        first = expert_offset(address, work.expert)
-        gA = self.row_tiles(a.tensor, work.row, x_box)
-        tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
-        num_bytes = self.num_bytes(boxes)
-        addresses = [lo_hi(first + part_offset(address, part)) for part in range(self.num_addresses)]
-        weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, addresses, policy)
+        boxes = self._boxes(of, work)
+        weights, x = self._loads(of, sA, sB, work, ahead, boxes, policy)
         in_order = count
-        if const_expr(with_rows and self.load_warp_gathers and arrives is None):
-            if rows.address != 0:
+        if const_expr(with_rows and self.load_warp_gathers):
+            if of.rows.address != 0:
                 share = Share(0, self.tma_warp_rows // LINES_AT_ONCE)
-                state = self.rows.fill(rows, sA, share, stages, state, work, count, weights)
+                state = self.rows.fill(of.rows, sA, share, stages, state, work, count, weights)
                 in_order = Int32(0)
-        for k_tile in cutlass.range(in_order, unroll=1):
+        return self._load_in_order(weights, x, boxes if with_rows else None, stages, state, in_order)
+
+    def _boxes(self, of: Product, work: WorkTile) -> Int32:
+        """Return the number of TMA boxes of rows of x that a tile loads; 0 if rows come by index."""
+        return select(of.rows.address == 0, num_boxes(self.tile, work), Int32(0))
+
+    def _loads(
+        self, of: Product, sA: cute.Tensor, sB: cute.Tensor, work: WorkTile, ahead: Int32, boxes: Int32,
+        policy: Int64 | None,
+    ) -> tuple[Weights, RowBoxes]:  # fmt: skip
+        """Return the TMA loads of a tile's weights and of its rows of x. The arguments are those of `_load_from`."""
+        x_box, w_box = (self.tile.box_rows, self.tile.k), self.w_box
+        gB = cute.local_tile(of.b.tensor, w_box, (None, None, None, None))
+        tBsB, tBgB = of.b.partition(cute.flat_divide(sB, w_box), gB)
+        first = expert_offset(of.address, work.expert)
+        gA = self.row_tiles(of.a.tensor, work.row, x_box)
+        tAsA, tAgA = of.a.partition(cute.flat_divide(sA, x_box), gA)
+        num_bytes = self.num_bytes(boxes)
+        addresses = [lo_hi(first + part_offset(of.address, part)) for part in range(self.num_addresses)]
+        weights = self.weights(of.a.tensor, of.b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, addresses, policy)
+        return weights, RowBoxes(of.a, tAsA, tAgA)
+
+    @cute.jit
+    def _load_in_order(
+        self, weights: Weights, x: RowBoxes, boxes: Int32 | None, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, count: Int32, arrives: Boolean | None = None,
+    ):  # fmt: skip
+        """Fill `count` stages by TMA alone. Returns the advanced state.
+
+        Args:
+            weights, x: the loads, from `_loads`.
+            boxes: number of boxes of rows of x in a stage; None: load weights alone.
+            arrives: True: this warp's lanes arrive at each stage, since the stage's barrier counts them as gathering
+                lanes. None: no stage's barrier ever does.
+        """
+        for k_tile in cutlass.range(count, unroll=1):
             weights.load(stages, state, k_tile)
-            if const_expr(with_rows):
+            if const_expr(boxes is not None):
                 for box in cutlass.range(boxes, unroll=1):
                     barrier = stages.producer_get_barrier(state)
-                    a.copy(self.row_tile(a.tensor, tAgA, box, k_tile), tAsA[None, box, 0, state.index], barrier)
+                    box_of_x = self.row_tile(x.source.tensor, x.memory, box, k_tile)
+                    x.source.copy(box_of_x, x.smem[None, box, 0, state.index], barrier)
             if const_expr(arrives is not None):
                 if arrives:
                     arrive(stages, state)
