@@ -91,7 +91,7 @@ def on_own_thread(make: Callable[[], Result], device: torch.device) -> Result:
     its thread allocates; a new thread is outside of the pool. Pools are in use under `torch.cuda.use_mem_pool`, and in
     compiled functions that warm up for CUDA graphs, which raise an error if memory in their pool outlives a call.
     """
-    if device.type != KERNEL_DEVICE or not torch.cuda.is_initialized():
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return make()
     stream = torch.cuda.current_stream(device)
 
