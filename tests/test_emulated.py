@@ -232,7 +232,7 @@ def test_tiles_that_do_not_ship(op: str) -> None:
 
 @pytest.mark.parametrize("rows", [64, 128])
 def test_a_backward_by_index_on_every_height(rows: int) -> None:
-    """Of tiles of 64 rows none ships. Two warps gather rows, one fewer than the other."""
+    """No tile of 64 rows ships. Two warps gather rows, one fewer than the other."""
     generator = torch.Generator().manual_seed(rows)
     dy, h, w2 = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((50, 136), (110, 144), (3, 136, 72)))
     offs, rows_of_dy = torch.tensor([70, 70, 110]).int(), torch.randint(0, 50, (110,), generator=generator).int()

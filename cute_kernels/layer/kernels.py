@@ -27,7 +27,7 @@ Further arguments of send_tokens and send_sums:
     status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a
                                 byte for 32 elements
     is_summed                   1: y is [world, most, H], a rank's rows of each token already added; 0: y has rows, and
-                            row_of [world, most, k] says whose
+                                row_of [world, most, k] says whose
 """
 
 from __future__ import annotations

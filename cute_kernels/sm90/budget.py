@@ -50,8 +50,8 @@ class BesideDecoding(NamedTuple):
 
 
 BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
-"""Registers for one load, two MMA and two decoding warpgroups: together 472 for five threads, one of
-each warpgroup, which may have 480."""
+"""Registers of a thread in each of one load, two MMA and two decoding warpgroups. Their sum is 472; a CTA of 640
+threads can have 480, which is 96 a thread at launch."""
 
 
 class DecodingToFp8(NamedTuple):

@@ -248,7 +248,7 @@ class GemmMainloop(WeightsFirst):
         self, of: Product, sA: cute.Tensor, sB: cute.Tensor, work: WorkTile, ahead: Int32, boxes: Int32,
         policy: Int64 | None,
     ) -> tuple[Weights, RowBoxes]:  # fmt: skip
-        """Return the TMA loads of a tile's weights and of its rows of x. The arguments are those of `_load_from`."""
+        """Return the TMA loads of a tile's weights and of its rows of x. See `_load_from` for the arguments."""
         x_box, w_box = (self.tile.box_rows, self.tile.k), self.w_box
         gB = cute.local_tile(of.b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = of.b.partition(cute.flat_divide(sB, w_box), gB)

@@ -22,10 +22,10 @@ from ..host import device as gpus
 from ..host import experts, groups, invariance
 from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
-from . import sharding
-from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels, spans_too_much
+from . import checks, sharding
+from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels
 from .launch import ResultTensor
-from .memory import check_dense
+from .memory import check_dense, extent
 from .planning import PlanMaker
 
 ENV_CHECK = "GLULAM_CHECK"
@@ -231,7 +231,7 @@ class Call(PlanMaker):
             plans: the plans in which to search.
         """
         rows = self.num_rows
-        if not 1 < rows < MAX_ROWS or spans_too_much(self.lead) or checking():
+        if not 1 < rows < MAX_ROWS or extent(self.lead) > checks.MAX_SPAN or checking():
             return None
         found = plans.find_resizable(key, self.lead_sizes)
         return None if found is None else (changed(found[0], rows=rows), found[1])

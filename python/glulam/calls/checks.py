@@ -34,7 +34,7 @@ from .memory import tensors_of as tensors_of
 
 MAX_ROWS = 2**26
 MAX_SPAN = 2**36
-"""Most bytes from the first of a matrix's rows to its end: kernels count its units of 16 bytes in 32 bits."""
+"""Most bytes of a matrix with rows (`extent`): kernels count units of 16 bytes in 32 bits."""
 ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: TMA needs row strides that are multiples
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
@@ -244,9 +244,9 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
         raise ValueError(
             f"{op}: {name} has rows of {width} elements only {stride} apart; they must not overlap, so {_remedy(name)}"
         )
-    if runs_kernels(matrix) and spans_too_much(matrix):
+    if runs_kernels(matrix) and isinstance(rows, int) and extent(matrix) > MAX_SPAN:
         raise ValueError(
-            f"{op}: {name} lies in {span_of(matrix) / 2**30:.3g} GiB of memory; at most {MAX_SPAN / 2**30:.3g} are "
+            f"{op}: {name} lies in {extent(matrix) / 2**30:.3g} GiB of memory; at most {MAX_SPAN / 2**30:.3g} are "
             "possible, so call once for each part"
         )
     if runs_kernels(matrix) and stride % ALIGNMENT_ELEMENTS:
@@ -254,16 +254,6 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
             f"{op}: {name} has rows {stride} elements apart; the distance must be a multiple of {ALIGNMENT_ELEMENTS} "
             f"(16 bytes), so pad the rows or {_remedy(name)}"
         )
-
-
-def span_of(matrix: Tensor) -> int:
-    """Return the bytes from a matrix's first row to its end."""
-    return matrix.shape[0] * matrix.stride(0) * matrix.element_size()
-
-
-def spans_too_much(matrix: Tensor) -> bool:
-    """Return True if a matrix has more than MAX_SPAN bytes from its first row to its end."""
-    return matrix.dim() > 0 and isinstance(matrix.shape[0], int) and span_of(matrix) > MAX_SPAN
 
 
 def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:

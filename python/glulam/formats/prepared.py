@@ -348,7 +348,7 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Snapshot:
-    """What identifies one version of some tensors, from which a module computed something that it keeps.
+    """One version of some tensors, from which a module computed a value that it keeps.
 
     A write is detected as by `PreparedWeights`: by the tensors themselves, their addresses and version counters, a
     sample of their elements where that is compared (`_is_compared`), and calls of `refresh_weights`.

@@ -35,7 +35,7 @@ Biases = Tensor | Sequence[Tensor] | None
 
 _data_ptr = Tensor.data_ptr
 Key = tuple[str, int, tuple[int, ...]]
-"""Of a table: "weight", "bias" or "gradient"; the GPU's index; the tensors' addresses."""
+"""Key of a table: "weight", "bias" or "gradient"; the GPU's index; the tensors' addresses."""
 _tables: dict[Key, Table] = {}
 _lock = threading.Lock()
 _kept_for_graphs: dict[int, tuple[Any, ...]] = {}
